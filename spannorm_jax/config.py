@@ -1,0 +1,426 @@
+"""The configuration: frozen dataclasses, `edit`, JSON and the run id. A config file is a Python function `get() -> Config`."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spannorm_jax import topology as topologies
+from spannorm_jax.errors import UserError, nearest
+
+GATED = ('swiglu', 'geglu', 'geglu_tanh')
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only Transformer: one topology over shared sublayers. Axis letters are those of layers.py."""
+
+    topology: str = 'span'
+    """Name or alias of an entry of TOPOLOGIES (`spannorm topologies` prints them)."""
+    layers: int = 12
+    """Number of blocks L (attention + FFN = one block)."""
+    width: int = 128
+    """Residual width D."""
+    heads: int = 4
+    """Query heads N."""
+    kv_heads: int | None = None
+    """Key/value heads K; None means as many as query heads."""
+    head_dim: int | None = None
+    """Head dimension H; None means width / heads."""
+    ffn: int | None = None
+    """Hidden width F of the FFN; None means 8/3 width when gated and 4 width otherwise, rounded up to a multiple of 8."""
+    vocab: int = 257
+    """Vocabulary size V. 257 = 256 bytes and the document separator."""
+
+    activation: Literal['swiglu', 'geglu', 'geglu_tanh', 'gelu', 'gelu_tanh', 'relu'] = 'swiglu'
+    """FFN kind. swiglu and geglu are gated: down(act(gate x) * up x)."""
+    norm: Literal['rmsnorm', 'layernorm'] = 'rmsnorm'
+    norm_eps: float = 1e-6
+    norm_unit_offset: bool = False
+    """Multiply by (1 + w), w initialised to 0, as Gemma does."""
+    norm_bias: bool = False
+    """Add a learned bias after the gain (LayerNorm of fairseq and torchscale)."""
+    final_norm_eps: float | None = None
+    """eps of the final norm alone; None means norm_eps."""
+    final_norm: bool | None = None
+    """Norm before the head; None means the topology's default."""
+    embed_norm: bool | None = None
+    """Norm of the (scaled) embedding; None means the topology's default."""
+
+    positions: Literal['rope_half', 'rope_interleaved', 'none'] = 'rope_half'
+    rope_theta: float = 10_000.0
+    attn_scale: float | None = None
+    """Factor on the attention scores; None means head_dim ** -0.5."""
+    qk_norm: Literal['none', 'head', 'whole'] = 'none'
+    """Norm of queries and keys before RoPE: over each head, or over all heads at once (OLMo 2)."""
+    v_norm: bool = False
+    """Norm of the values too, over each head."""
+    attn_bias: bool = False
+    """Biases on q, k, v and the attention output projection."""
+    mlp_bias: bool = False
+    """Biases on every FFN projection."""
+    attn_soft_cap: float | None = None
+    """cap * tanh(scores / cap) before the mask (Gemma 2)."""
+    logit_soft_cap: float | None = None
+    """cap * tanh(logits / cap)."""
+    tie_embeddings: bool = False
+
+    embed_scale: float = 1.0
+    """Factor on the embedding, before any embedding norm (sqrt(width) in Gemma and fairseq)."""
+    branch_scale: float = 1.0
+    """Constant factor on each branch, after its output norm where there is one."""
+    logit_scale: float = 1.0
+    """Constant factor on the logits."""
+    branch_gain: Literal['none', 'scalar', 'vector'] = 'none'
+    """Learned factor on each branch: one scalar (ReZero, SkipInit) or one per channel (LayerScale)."""
+    branch_gain_init: float = 0.0
+    """Initial value of that learned factor."""
+
+    first_skip: Literal['raw', 'normed'] = 'raw'
+    """span: skip of the first block. raw = reading A (only its attention input is normed), normed = reading B."""
+    post_fraction: float = 0.25
+    """mixln: share of the blocks, from the bottom, that are PostNorm (rounded to whole blocks)."""
+    alpha: float | None = None
+    """deepnorm, keel: factor on the skip; None means the paper's (2L)^(1/4) and 2L."""
+    beta: float | None = None
+    """deepnorm, own init: gain of v, o and the FFN; None means (8L)^(-1/4)."""
+    first_block: Literal['paper', 'uniform'] = 'paper'
+    """keel: the paper's exceptions in the first block, or none."""
+    residual_scale: float = 1.0
+    """residual: factor s on what enters the second stream."""
+    residual_exit_scale: float = 1.0
+    """residual: factor on the first stream at the exit."""
+    siamese_input_norm: bool = False
+    """siamese: one more norm on the input of each sublayer."""
+    resid_gain: bool = False
+    """normformer: learned vector on the skip of the FFN."""
+    streams: int = 4
+    """hc, mhc: number n of residual streams."""
+    hc_tanh: bool = True
+    """hc: tanh on the dynamic part."""
+    sinkhorn_rounds: int = 20
+    """mhc: rounds of column and row normalisation."""
+    stream_exit: Literal['sum', 'learned'] = 'sum'
+    """mhc: how the streams become one before the final norm."""
+    norm_input_guard: bool = False
+    """Divide the input of every norm by max|x| / 8 over the whole tensor (CogView's fp16 guard; the batch is seen through eps)."""
+
+    init: Literal['common', 'own'] = 'common'
+    """common: one recipe for every topology. own: the topology's published recipe."""
+    init_std: float | None = None
+    """common: base std of every matrix; None means 1 / sqrt(fan_in)."""
+    embed_std: float | None = None
+    """common: std of the embedding; None means init_std where that is given, else 1, or 1 / sqrt(width) where it is tied to the head."""
+    scale_init: Literal['none', 'sqrt_L', 'sqrt_2L'] = 'sqrt_2L'
+    """common: divide the std of every matrix that writes to the residual stream by sqrt(L) or sqrt(2L)."""
+
+    dropout: float = 0.0
+    """Dropout on the output of each branch and on the embedding, in training only."""
+    dtype: Literal['float32', 'bfloat16', 'float16', 'float64'] = 'float32'
+    """Dtype of the matrix products. Parameters, norm statistics, softmax and logits stay float32."""
+    residual_dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
+    """Dtype of the residual stream between blocks; sums that enter a norm are float32 whatever this says."""
+    remat: Literal['none', 'full', 'dots'] = 'none'
+    """Rematerialisation of a block: keep everything, only its input, or the results of its matrix products."""
+    scan_unroll: int = 1
+    """Blocks per step of the scan over layers; 0 unrolls all of them. Parameters and numbers do not depend on it."""
+
+    def __post_init__(self):
+        check_literals(self)
+        object.__setattr__(self, 'topology', topologies.canonical(self.topology))
+        for name in ('layers', 'width', 'heads', 'vocab', 'streams', 'sinkhorn_rounds'):
+            positive(self, name)
+        for name in ('kv_heads', 'head_dim', 'ffn'):
+            if getattr(self, name) is not None:
+                positive(self, name)
+        if self.head_dim is None and self.width % self.heads:
+            raise UserError(
+                f'model.heads = {self.heads} does not divide model.width = {self.width}; set model.head_dim or change one of them'
+            )
+        if self.heads % self.kv:
+            raise UserError(f'model.kv_heads = {self.kv} does not divide model.heads = {self.heads}')
+        if self.positions != 'none' and self.head % 2:
+            raise UserError(f'RoPE needs an even head dimension, model.head_dim is {self.head}; set model.head_dim or model.positions none')
+        for name in ('post_fraction', 'dropout'):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f'model.{name} = {getattr(self, name)} is outside [0, 1]')
+        if self.norm_eps < 0 or self.scan_unroll < 0:
+            raise UserError('model.norm_eps and model.scan_unroll must not be negative')
+        # An option that the chosen topology does not read would change nothing: say so instead of ignoring it.
+        own = topologies.TOPOLOGIES[self.topology].options
+        for f in dataclasses.fields(self):
+            if f.name in topologies.OPTIONS and f.name not in own and getattr(self, f.name) != f.default:
+                readers = [n for n, t in topologies.TOPOLOGIES.items() if f.name in t.options]
+                raise UserError(f'model.{f.name} has no effect on topology {self.topology!r}; it is read by {", ".join(readers)}')
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def head(self) -> int:
+        return self.head_dim or self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        if self.ffn is not None:
+            return self.ffn
+        return -(-self.width * (8 if self.gated else 12) // 3 // 8) * 8
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, and how it becomes batches of `batch` rows of `seq` tokens."""
+
+    source: str = 'stdlib'
+    """stdlib (the running Python's standard library) | a file, folder or glob of text, .jsonl or .parquet (.gz, .zst) | tfds:NAME/CONFIG |
+    a folder written by `spannorm prepare`."""
+    text_field: str = 'text'
+    """Field of a JSONL, Parquet or TFDS record that holds the text."""
+    tokenizer: str = 'bytes'
+    """bytes | mistral | the path of a SentencePiece .model or a Hugging Face tokenizer.json."""
+    seq: int = 128
+    """Tokens per row T."""
+    batch: int = 8
+    """Rows per optimizer step B, over all devices and accumulation steps."""
+    workers: int = 0
+    """Reader processes; 0 reads in threads of this process. The order of the data does not depend on it."""
+    cache: str | None = None
+    """Where tokenised copies of raw sources are kept; None means the user's cache folder."""
+
+    def __post_init__(self):
+        for name in ('seq', 'batch'):
+            positive(self, name)
+        if self.workers < 0:
+            raise UserError(f'data.workers = {self.workers} must not be negative')
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer, schedule and loss."""
+
+    optimizer: Literal['adamw', 'muon'] = 'adamw'
+    """muon: Muon for the matrices of the blocks, AdamW for everything else."""
+    lr_peak: float = 1e-3
+    schedule: Literal['cosine', 'wsd', 'linear', 'constant'] = 'cosine'
+    warmup_steps: int = 20
+    lr_final: float = 0.1
+    """Learning rate at the end, as a share of lr_peak (cosine, linear, wsd)."""
+    decay_fraction: float = 0.2
+    """wsd: share of the steps, at the end, over which the rate falls linearly."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Decoupled decay, multiplied by the learning rate, of parameters whose role is in decay_roles."""
+    decay_roles: tuple[str, ...] = ('read', 'write', 'head', 'router', 'mix')
+    """Gains, biases, embeddings and gates are not decayed by default."""
+    clip: float = 1.0
+    """Global norm above which gradients are scaled down; 0 never clips."""
+    accumulate: int = 1
+    """Micro-batches per optimizer step; the gradient is that of the whole batch."""
+    z_loss: float = 0.0
+    """Weight of the mean squared log-partition of the logits."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time; None chooses by the size of the logits, 0 never chunks."""
+    muon_lr: float | None = None
+    """muon: its own peak rate; None means lr_peak (updates are scaled to AdamW's rms)."""
+
+    def __post_init__(self):
+        check_literals(self)
+        positive(self, 'accumulate')
+        for name in ('warmup_steps', 'weight_decay', 'clip', 'z_loss', 'eps', 'lr_peak'):
+            if getattr(self, name) < 0:
+                raise UserError(f'optim.{name} = {getattr(self, name)} must not be negative')
+        for name in ('lr_final', 'decay_fraction', 'beta1', 'beta2'):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f'optim.{name} = {getattr(self, name)} is outside [0, 1]')
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis of the mesh."""
+
+    data: int = -1
+    """Copies of the model, each on its own rows; -1 takes the devices that the other axes leave."""
+    fsdp: int = 1
+    """Shards of parameters and optimizer state, which also split the batch."""
+    tensor: int = 1
+    """Shards of heads, FFN hidden units and vocabulary."""
+    devices: int | None = None
+    """How many devices to use; None means all of them."""
+    platform: Literal['auto', 'cpu', 'gpu', 'tpu'] = 'auto'
+    """auto takes the best one present; naming one that is absent is an error, never a silent fall-back."""
+
+    def __post_init__(self):
+        check_literals(self)
+        for name in ('fsdp', 'tensor'):
+            positive(self, name)
+        if self.data != -1:
+            positive(self, 'data')
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Length, bookkeeping and policies of one run."""
+
+    steps: int = 300
+    seed: int = 0
+    """Seed of parameters, data order and dropout."""
+    log_every: int = 1
+    """Steps between rows of metrics.jsonl."""
+    stats_every: int = 0
+    """Steps between rows with per-layer statistics; 0 never collects them."""
+    eval_every: int = 100
+    """Steps between held-out evaluations; 0 evaluates only at the end."""
+    eval_tokens: int | None = 131_072
+    """At most this many tokens of whole documents per evaluation; None means the whole split."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; 0 saves only at the end and when interrupted."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+    keep_every: int = 0
+    """Also keep every checkpoint whose step is a multiple of this; 0 keeps none."""
+    nonfinite: Literal['stop', 'skip', 'rollback'] = 'stop'
+    """When a loss or gradient is not finite: stop; leave that update out; or go back to the last checkpoint and leave its data out."""
+    root: str = 'runs'
+    """Folder of the run directories."""
+    dir: str | None = None
+    """This run's directory; None means <root>/<name>-<hash8>."""
+    sinks: tuple[Literal['tensorboard', 'wandb'], ...] = ()
+    """Where metrics go besides metrics.jsonl."""
+
+    def __post_init__(self):
+        check_literals(self)
+        positive(self, 'log_every')
+        positive(self, 'keep')
+        for name in ('steps', 'stats_every', 'eval_every', 'checkpoint_every', 'keep_every'):
+            if getattr(self, name) < 0:
+                raise UserError(f'run.{name} = {getattr(self, name)} must not be negative')
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that determines a run."""
+
+    name: str = 'run'
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self):
+        if not self.name or not all(ch.isalnum() or ch in '._-' for ch in self.name) or self.name.startswith('.'):
+            raise UserError(f'name = {self.name!r} must be letters, digits, ".", "_" or "-", and not start with "."')
+        if self.data.batch % self.optim.accumulate:
+            raise UserError(f'optim.accumulate = {self.optim.accumulate} does not divide data.batch = {self.data.batch}')
+
+
+# Fields that say where a run is kept, watched and computed, not what it computes: they are outside its identity.
+_NOT_IDENTITY = {
+    'data': ('workers', 'cache'),
+    'mesh': ('data', 'fsdp', 'tensor', 'devices', 'platform'),
+    'run': ('root', 'dir', 'sinks', 'log_every', 'checkpoint_every', 'keep', 'keep_every'),
+}
+
+
+def run_id(cfg: Config) -> str:
+    """`<name>-<hash8>`, the hash over every field that can change a number of the run."""
+    tree = to_dict(cfg)
+    for section, names in _NOT_IDENTITY.items():
+        for name in names:
+            del tree[section][name]
+    text = json.dumps(tree, sort_keys=True)
+    return f'{cfg.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}'
+
+
+def edit(cfg: Any, changes: dict[str, Any]) -> Any:
+    """A copy with dotted fields replaced: `edit(cfg, {'model.layers': 96, 'run.seed': 1})`.
+
+    Raises UserError for a field that does not exist, naming the nearest one.
+    """
+    for path, value in changes.items():
+        head, _, rest = path.partition('.')
+        names = [f.name for f in dataclasses.fields(cfg)]
+        if head not in names:
+            raise UserError(f'{type(cfg).__name__} has no field {head!r}; {nearest(head, names)}')
+        cfg = dataclasses.replace(cfg, **{head: edit(getattr(cfg, head), {rest: value}) if rest else value})
+    return cfg
+
+
+def to_dict(cfg: Any) -> dict[str, Any]:
+    """Plain nested dict of a config; tuples become lists, as in JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(cfg)))
+
+
+def from_dict(cls: type, tree: Any, where: str = '') -> Any:
+    """The inverse of `to_dict`, strict: unknown fields and wrong types raise UserError with their dotted place."""
+    if not isinstance(tree, dict):
+        raise UserError(f'{where or cls.__name__}: expected an object, got {type(tree).__name__}')
+    hints, names = field_types(cls), [f.name for f in dataclasses.fields(cls)]
+    values = {}
+    for name, value in tree.items():
+        if name not in names:
+            raise UserError(f'{cls.__name__} has no field {where + name!r}; {nearest(name, names)}')
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            values[name] = from_dict(hint, value, f'{where}{name}.')
+        else:
+            value = tuple(value) if isinstance(value, list) else value
+            if isinstance(value, int) and not isinstance(value, bool) and float in (hint, *typing.get_args(hint)):
+                value = float(value)
+            if not matches(value, hint):
+                raise UserError(f'{where}{name} = {value!r}: expected {describe(hint)}')
+            values[name] = value
+    return cls(**values)
+
+
+@functools.cache
+def field_types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def matches(value: Any, hint: Any) -> bool:
+    """Whether a plain JSON value fits a field's type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin is tuple:
+        return isinstance(value, tuple) and all(matches(v, args[0]) for v in value)
+    if args:  # a union
+        return any(matches(value, a) for a in args)
+    if hint is type(None):
+        return value is None
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return 'one of ' + ', '.join(map(str, typing.get_args(hint)))
+    return getattr(hint, '__name__', str(hint)) if not typing.get_args(hint) else str(hint)
+
+
+def check_literals(cfg: Any) -> None:
+    """Raise UserError where a field holds a value that its type does not allow (dataclasses do not check)."""
+    for name, hint in field_types(type(cfg)).items():
+        value = getattr(cfg, name)
+        if isinstance(value, int) and not isinstance(value, bool) and float in (hint, *typing.get_args(hint)):
+            continue  # an int where a float is asked for
+        if not matches(value, hint):
+            known = [str(a) for a in typing.get_args(hint)] if typing.get_origin(hint) is Literal else []
+            hintful = f'; {nearest(str(value), known)}' if known else ''
+            raise UserError(f'{name} = {value!r}: expected {describe(hint)}{hintful}')
+
+
+def positive(cfg: Any, name: str) -> None:
+    value = getattr(cfg, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f'{name} = {value!r} must be a whole number of at least 1')

@@ -1,0 +1,185 @@
+"""The prepared folder: what is in it, how it is written and read. docs/data.md is the specification of the format.
+
+    meta.json                    written last: its presence says that the folder is complete
+    <split>-<shard>.array_record blocks of the token stream, little endian, Meta.block tokens each, the shard's last one shorter
+    <split>.documents            int64 (documents, 2): end of each document in the split's stream, and its length in bytes
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+
+from spannorm_jax.errors import BadData, MissingInput, StorageError
+
+VERSION = 1
+SPLITS = ('train', 'validation', 'test')
+BLOCK = 4096  # tokens; a random row of 128 reads 8 kB, a row of 2048 reads one or two blocks
+# One block per group makes any block readable alone; snappy halves the size of bytes kept in uint16 and costs no speed.
+WRITE_OPTIONS = 'group_size:1,snappy'
+READ_OPTIONS = 'readahead_buffer_size:0,max_parallelism:0'
+
+
+@dataclass(frozen=True)
+class SplitMeta:
+    """Counts of one split, and its shards in stream order as (file name, tokens)."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    shards: list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Meta:
+    """meta.json. `hash` is the corpus's identity: sha256 over the documents' sha256, in order, whatever the tokenizer."""
+
+    version: int
+    source: str
+    hash: str
+    tokenizer: dict  # name, fingerprint, vocab, bos, eos, file
+    dtype: str
+    block: int
+    duplicates: int
+    empty: int
+    skipped_files: int
+    splits: dict[str, SplitMeta]
+    unigram: list[int]
+    """How often each id is a target in the train split (a document's end counts as eos)."""
+    contract: str = (
+        'A document is bos t1..tn. A row is stream[p:p+T], its targets stream[p+1:p+T+1] with bos replaced by eos. '
+        'bos occurs nowhere else. Ids are text only: no other special token is added.'
+    )
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + '\n'
+
+
+def read_meta(folder: Path) -> Meta:
+    """The meta.json of a prepared folder.
+
+    Raises: MissingInput (no such folder, or unfinished), BadData (damaged, or of a newer version).
+    """
+    path = folder / 'meta.json'
+    if not path.is_file():
+        raise MissingInput(f'{str(folder)!r} is not a folder written by `spannorm prepare` (no meta.json: missing or unfinished)')
+    try:
+        tree = json.loads(path.read_text('utf-8'))
+        if tree['version'] > VERSION:
+            raise BadData(f'{str(path)!r} has format version {tree["version"]}, this package reads {VERSION}: upgrade spannorm_jax')
+        tree['splits'] = {
+            name: SplitMeta(s['documents'], s['tokens'], s['bytes'], [(file, n) for file, n in s['shards']])
+            for name, s in tree['splits'].items()
+        }
+        return Meta(**tree)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise BadData(f'{str(path)!r} is damaged ({type(e).__name__}: {e}); prepare the folder again') from None
+
+
+class BlockWriter:
+    """Appends token arrays to one ArrayRecord file as blocks of BLOCK tokens."""
+
+    def __init__(self, path: Path, dtype: str):
+        self.dtype, self.held, self.held_tokens, self.tokens = dtype, [], 0, 0
+        self.out = ArrayRecordWriter(str(path), WRITE_OPTIONS)
+
+    def append(self, ids: np.ndarray) -> None:
+        self.held.append(ids.astype(self.dtype))
+        self.held_tokens += len(ids)
+        if self.held_tokens >= 16 * BLOCK:
+            self._flush(self.held_tokens // BLOCK * BLOCK)
+
+    def _flush(self, upto: int) -> None:
+        stream = np.concatenate(self.held) if self.held else np.zeros(0, self.dtype)
+        for lo in range(0, upto, BLOCK):
+            self.out.write(stream[lo : min(lo + BLOCK, upto)].tobytes())
+        self.held, self.held_tokens = [stream[upto:]], self.held_tokens - upto
+        self.tokens += upto
+
+    def close(self) -> int:
+        """Writes what is held and returns the number of tokens in the file."""
+        self._flush(self.held_tokens)
+        self.out.close()
+        return self.tokens
+
+
+class Stream:
+    """The token stream of one split, read at any place; every process opens its own files, so it pickles as a path."""
+
+    def __init__(self, folder: Path, name: str, meta: Meta):
+        self.folder, self.name, self.meta = folder, name, meta
+        split = meta.splits[name]
+        self.tokens = split.tokens
+        self.files = [file for file, _ in split.shards]
+        self.starts = np.cumsum([0] + [n for _, n in split.shards])
+        if self.starts[-1] != split.tokens:
+            raise BadData(f'meta.json of {str(folder)!r}: the shards of {name} hold {self.starts[-1]} tokens, not {split.tokens}')
+        self.readers: dict[int, ArrayRecordReader] = {}
+
+    def __getstate__(self):
+        return self.__dict__ | {'readers': {}}
+
+    def _reader(self, shard: int) -> ArrayRecordReader:
+        if shard not in self.readers:
+            path = self.folder / self.files[shard]
+            if not path.is_file():
+                raise BadData(f'{str(path)!r}, a shard of a prepared folder, is missing; prepare the folder again')
+            try:
+                reader = ArrayRecordReader(str(path), READ_OPTIONS)
+                blocks = reader.num_records()
+            except Exception as e:  # pybind turns absl statuses into several types
+                raise BadData(f'{str(path)!r} is damaged ({e}); prepare the folder again') from None
+            if blocks != -(-(self.starts[shard + 1] - self.starts[shard]) // self.meta.block):
+                raise BadData(f'{str(path)!r} has {blocks} blocks, not as many as meta.json says; prepare the folder again')
+            self.readers[shard] = reader
+        return self.readers[shard]
+
+    def _blocks(self, shard: int, lo: int, hi: int) -> np.ndarray:
+        """Tokens [lo, hi) of one shard."""
+        block = self.meta.block
+        first, last = lo // block, (hi - 1) // block
+        reader = self._reader(shard)
+        try:
+            raw = b''.join(reader.read(list(range(first, last + 1))))
+        except Exception as e:
+            where = f'blocks {first}-{last} of {str(self.folder / self.files[shard])!r}'
+            raise BadData(f'{where} cannot be read ({e}); prepare the folder again') from None
+        ids = np.frombuffer(raw, self.meta.dtype)[lo - first * block : hi - first * block]
+        if len(ids) != hi - lo:
+            raise BadData(f'{str(self.folder / self.files[shard])!r} is shorter than meta.json says; prepare the folder again')
+        return ids
+
+    def read(self, lo: int, hi: int) -> np.ndarray:
+        """Tokens [lo, hi) of the stream. Past its end stands one more BOS, so that the last document has an end to predict."""
+        parts, at, end = [], lo, min(hi, self.tokens)
+        while at < end:
+            shard = int(np.searchsorted(self.starts, at, 'right')) - 1
+            upto = min(end, int(self.starts[shard + 1]))
+            parts.append(self._blocks(shard, at - int(self.starts[shard]), upto - int(self.starts[shard])))
+            at = upto
+        if hi > self.tokens:
+            parts.append(np.full(1, self.meta.tokenizer['bos'], self.meta.dtype))
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if ids.max() >= self.meta.tokenizer['vocab']:
+            at = lo + int(ids.argmax())
+            raise BadData(
+                f'token {ids.max()} at position {at} of {self.name} in {str(self.folder)!r} is outside the vocabulary of '
+                f'{self.meta.tokenizer["vocab"]}; prepare the folder again'
+            )
+        return ids
+
+    def documents(self) -> np.ndarray:
+        """Memory-mapped int64 (documents, 2): end position and length in bytes."""
+        path, n = self.folder / f'{self.name}.documents', self.meta.splits[self.name].documents
+        if n == 0:
+            return np.zeros((0, 2), np.int64)
+        if not path.is_file() or path.stat().st_size != 16 * n:
+            raise BadData(f'{str(path)!r} does not hold {n} documents; prepare the folder again')
+        return np.memmap(path, '<i8', 'r', shape=(n, 2))
+
+
+def storage_error(action: str, e: OSError) -> StorageError:
+    return StorageError(f'cannot {action}: {e.strerror or e} ({e.filename or "no file named"}); free space or choose another folder')

@@ -1,0 +1,41 @@
+"""Errors meant for people. Each carries the exit code that the command line ends with (see docs/cli.md)."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Wrong usage or configuration: exit code 2."""
+
+    exit_code = 2
+
+
+class CheckFailed(UserError):
+    """A check the user asked for did not hold: exit code 1."""
+
+    exit_code = 1
+
+
+class BadData(UserError):
+    """Data or a checkpoint that cannot be trusted: exit code 65."""
+
+    exit_code = 65
+
+
+class MissingInput(UserError):
+    """A file or a run that does not exist: exit code 66."""
+
+    exit_code = 66
+
+
+class StorageError(UserError):
+    """Full, read-only or failing disk: exit code 74."""
+
+    exit_code = 74
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the closest known name, or lists them all when none is close."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f'did you mean {close[0]!r}?' if close else f'known names: {", ".join(known)}'

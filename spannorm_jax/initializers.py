@@ -1,0 +1,142 @@
+"""How parameters begin: the metadata every parameter carries, the std of each matrix by recipe and role, and the init audit.
+
+Roles: embed, read (q k v gate up), write (o down: what adds to the residual stream), head, gain, bias, gate (static factors of a
+topology), mix (its learned matrices), router, router_bias. They also decide weight decay and what each diagnostic reports.
+"""
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spannorm_jax.config import ModelConfig
+from spannorm_jax.topology import TOPOLOGIES, Recipe
+
+CUT = 3.0  # normals are truncated at this many std, and widened so that the std is the intended one
+_CUT_STD = math.sqrt(1 - 2 * CUT * math.exp(-CUT * CUT / 2) / math.sqrt(2 * math.pi) / math.erf(CUT / math.sqrt(2)))
+
+
+class Init(NamedTuple):
+    """Initial value: `const` plus `std` times a normal truncated at 3 std, or `fn(key, shape, 2 * layer + sublayer)`."""
+
+    std: float = 0.0
+    const: float = 0.0
+    fn: Callable | None = None
+    sublayer: int = 0
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], layer: Any = 0) -> jax.Array:
+        if self.fn is not None:
+            return self.fn(key, shape, 2 * layer + self.sublayer).astype(jnp.float32)
+        value = jnp.full(shape, self.const, jnp.float32)
+        if self.std:
+            value += self.std / _CUT_STD * jax.random.truncated_normal(key, -CUT, CUT, shape, jnp.float32)
+        return value
+
+
+@flax.struct.dataclass
+class Param(nn.meta.AxisMetadata):
+    """A parameter with its role, logical axes, fan-in and initial distribution; Linen unboxes it wherever it is used."""
+
+    value: Any
+    axes: tuple[str | None, ...] = flax.struct.field(pytree_node=False)
+    role: str = flax.struct.field(pytree_node=False)
+    init: Init = flax.struct.field(pytree_node=False)
+    fan_in: int = flax.struct.field(pytree_node=False, default=1)
+
+    def unbox(self):
+        return self.value
+
+    def replace_boxed(self, val):
+        return self.replace(value=val)
+
+    def add_axis(self, index, params):
+        return self.replace(axes=(*self.axes[:index], params[nn.PARTITION_NAME], *self.axes[index:]))
+
+    def remove_axis(self, index, params):
+        return self.replace(axes=self.axes[:index] + self.axes[index + 1 :])
+
+
+def is_param(x: Any) -> bool:
+    return isinstance(x, Param)
+
+
+def make(mod: nn.Module, name: str, shape: tuple[int, ...], axes: tuple, role: str, init: Init, fan_in: int = 1, layer: Any = 0) -> jax.Array:
+    """Create (or read) the parameter `name` of a Linen module; `layer` is the 0-based block index that some inits depend on."""
+    return mod.param(name, lambda key: Param(init(key, shape, layer), axes, role, init, fan_in))
+
+
+def recipe(cfg: ModelConfig) -> Recipe:
+    """The recipe a config asks for, constants worked out; `std = 'fan_in'` means 1 / sqrt(fan_in)."""
+    if cfg.init == 'own':
+        return TOPOLOGIES[cfg.topology].recipe(cfg)
+    scale = {'none': 1.0, 'sqrt_L': cfg.layers**-0.5, 'sqrt_2L': (2 * cfg.layers) ** -0.5}[cfg.scale_init]
+    std = 'fan_in' if cfg.init_std is None else cfg.init_std
+    # A tied embedding is also the head: at std 1 its logits would start sqrt(width) too large.
+    embed = next(s for s in (cfg.embed_std, cfg.init_std, cfg.width**-0.5 if cfg.tie_embeddings else 1.0) if s is not None)
+    return Recipe(std, embed=embed, gains={'o': scale, 'down': scale})
+
+
+def matrix_init(cfg: ModelConfig, name: str, fan_in: int, fan_out: int) -> Init:
+    """Initial distribution of the matrix `name` (embed, head, q, k, v, o, gate, up, down) under the config's recipe.
+
+    std = base * gain(name), base = sigma, 1/sqrt(fan_in) or Xavier's sqrt(2 / (fan_in + fan_out)).
+    """
+    r = recipe(cfg)
+    special = {'embed': r.embed, 'head': r.head}.get(name)
+    if special is not None:
+        return Init(special)
+    base = {'fan_in': fan_in**-0.5, 'xavier': (2 / (fan_in + fan_out)) ** 0.5}[r.std] if isinstance(r.std, str) else r.std
+    return Init(base * r.gains.get(name, 1.0))
+
+
+def draw(info: Param, name: str, key: jax.Array, layers: range | None) -> jax.Array:
+    """The initial value of one parameter, from the seed, its own name and its layer alone.
+
+    So a weight does not depend on the topology around it, on the depth below or above it, on how blocks are split into scans, or on
+    the mesh: models that are compared start from the same numbers (up to each one's std).
+    """
+    key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+    if layers is None:
+        return info.init(key, info.value.shape)
+    one = lambda l: info.init(jax.random.fold_in(key, l), info.value.shape[1:], l)  # noqa: E731
+    return jax.vmap(one)(jnp.arange(layers.start, layers.stop))
+
+
+class AuditRow(NamedTuple):
+    """One parameter (one layer of a stacked one): what was intended and what was measured."""
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    fan_in: int
+    intended_mean: float | None
+    intended_std: float | None
+    mean: float
+    std: float
+    decays: bool
+    dtype: str
+    bytes_per_device: int
+    ok: bool
+
+
+def audit_row(name: str, info: Param, value: jax.Array, decay_roles: tuple[str, ...], shards: int = 1) -> AuditRow:
+    """Compare a parameter with its recipe. Bounds are five standard errors of the mean and of the std of n truncated normals."""
+    x = np.asarray(value, np.float64)
+    mean, std, n = float(x.mean()), float(x.std()), x.size
+    init = info.init
+    if init.fn is not None:  # a fixed pattern: any finite value will do, its function has its own test
+        want_mean = want_std = None
+        ok = bool(np.isfinite(x).all())
+    else:
+        want_mean, want_std = init.const, init.std
+        # The variance of s^2 of a normal is 2 sigma^4 / (n - 1); truncation only narrows it.
+        slack = 5 * max(n - 1, 1) ** -0.5
+        ok = abs(mean - want_mean) <= 5 * want_std * n**-0.5 + 1e-6 and (n == 1 or abs(std - want_std) <= slack * want_std + 1e-6)
+    size = value.size * value.dtype.itemsize // shards
+    return AuditRow(name, info.role, value.shape, info.fan_in, want_mean, want_std, mean, std, info.role in decay_roles, str(value.dtype), size, ok)

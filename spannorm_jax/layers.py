@@ -1,0 +1,210 @@
+"""Sublayers shared by every topology: norms, RoPE, attention (MHA, GQA) and the dense FFN.
+
+Axes: B batch, T query positions, S key positions, D width, N query heads, K kv heads, G query heads per kv head, H head dim,
+h half of it, F FFN hidden units, V vocabulary. Params float32; matrix products in cfg.dtype; statistics and softmax in float32 or wider.
+"""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spannorm_jax.config import ModelConfig
+from spannorm_jax.initializers import Init, make, matrix_init
+
+MASKED = -1e30  # finite, so that a row of masked scores gives a uniform softmax and no NaN
+
+
+class Context(NamedTuple):
+    """What every block sees besides the stream; computed once, outside the scan over layers."""
+
+    mask_BTS: Array  # bool (B or 1, T, S): may position t look at position s?
+    rope_BTh: tuple[Array, Array] | None  # cos and sin
+    dropout_key: Array | None = None  # None: no dropout
+
+
+def accumulator(cfg: ModelConfig) -> jnp.dtype:
+    """Dtype of sums and statistics: float32, or float64 where the products are."""
+    return jnp.promote_types(cfg.dtype, jnp.float32)
+
+
+def context(
+    cfg: ModelConfig,
+    positions_BT: Int[Array, 'B T'],
+    segments_BT: Int[Array, 'B T'] | None = None,
+    causal: bool = True,
+    dropout_key: Array | None = None,
+) -> Context:
+    """Mask and rotary angles for packed rows. Positions of different segments never see each other; segment 0 is padding."""
+    t = jnp.arange(positions_BT.shape[1])
+    mask_BTS = (t[:, None] >= t[None, :])[None] if causal else jnp.ones((1, len(t), len(t)), bool)
+    if segments_BT is not None:
+        mask_BTS &= segments_BT[:, :, None] == segments_BT[:, None, :]
+    rope = None if cfg.positions == 'none' else rope_angles(positions_BT, cfg.head, cfg.rope_theta)
+    return Context(mask_BTS, rope, dropout_key)
+
+
+def rope_angles(positions_BT: Int[Array, 'B T'], head_dim: int, theta: float) -> tuple[Array, Array]:
+    """cos and sin of angle(t, i) = t * theta^(-2i / head_dim), i = 0..head_dim/2 - 1: float32 (B, T, h).  Source: arXiv:2104.09864."""
+    freq_h = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle_BTh = positions_BT[..., None].astype(jnp.float32) * freq_h
+    return jnp.cos(angle_BTh), jnp.sin(angle_BTh)
+
+
+def rope(x_BTNH: Float[Array, 'B T N H'], cos_BTh: Array, sin_BTh: Array, interleaved: bool) -> Float[Array, 'B T N H']:
+    """Rotate the pairs (i, i + H/2), or (2i, 2i + 1) when interleaved, by their angle."""
+    x = x_BTNH.astype(cos_BTh.dtype)
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
+    cos, sin = cos_BTh[:, :, None], sin_BTh[:, :, None]
+    pair = a * cos - b * sin, b * cos + a * sin
+    out = jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
+    return out.astype(x_BTNH.dtype)
+
+
+class Norm(nn.Module):
+    """RMSNorm x / sqrt(mean(x^2) + eps) * g, or LayerNorm (x - mean) / sqrt(var + eps) * g + b, over the last axis.
+
+    Statistics and result are float32 (float64 where the products are). Gains start at 1 (w = 0 where the gain is 1 + w).
+    Source: arXiv:1910.07467, arXiv:1607.06450.
+    """
+
+    cfg: ModelConfig
+    eps: float | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, '... D']) -> Float[Array, '... D']:
+        cfg, eps = self.cfg, self.cfg.norm_eps if self.eps is None else self.eps
+        x = x.astype(accumulator(cfg))
+        if cfg.norm_input_guard:
+            x /= jnp.maximum(jax.lax.stop_gradient(jnp.abs(x).max()) / 8, jnp.finfo(x.dtype).tiny)
+        if cfg.norm == 'layernorm':
+            x -= x.mean(-1, keepdims=True)
+        x *= jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+        one = Init(const=0.0 if cfg.norm_unit_offset else 1.0)
+        gain_D = make(self, 'gain', x.shape[-1:], ('norm',), 'gain', one)
+        x *= gain_D + 1 if cfg.norm_unit_offset else gain_D
+        return x + make(self, 'bias', x.shape[-1:], ('norm',), 'bias', Init()) if cfg.norm_bias else x
+
+
+def attend(
+    q_BTNH: Float[Array, 'B T N H'],
+    k_BSKH: Float[Array, 'B S K H'],
+    v_BSKJ: Float[Array, 'B S K J'],
+    mask_BTS: Bool[Array, '#B T S'],
+    scale: float,
+    soft_cap: float | None = None,
+) -> tuple[Float[Array, 'B T N J'], Float[Array, 'B K G T S']]:
+    """softmax(cap(scale q k) + mask) v; query head n reads kv head n // (N/K). Returns the result and the probabilities (float32)."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    score_BKGTS = jnp.einsum('BTKGH,BSKH->BKGTS', q_BTKGH, k_BSKH, preferred_element_type=wide) * scale
+    if soft_cap is not None:
+        score_BKGTS = soft_cap * jnp.tanh(score_BKGTS / soft_cap)
+    score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, MASKED)
+    p_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1)
+    out = jnp.einsum('BKGTS,BSKJ->BTKGJ', p_BKGTS.astype(v_BSKJ.dtype), v_BSKJ)
+    return out.reshape(B, T, N, -1), p_BKGTS
+
+
+class Attention(nn.Module):
+    """Multi-head or grouped-query attention with its output projection: (B, T, D) -> (B, T, D) and statistics.
+
+    `norms`: 'qkv' norms q, k and v over each head before RoPE; 'inner' norms the concatenated heads before the output projection.
+    """
+
+    cfg: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: Float[Array, 'B T D'], ctx: Context, norms: str = '', stats: bool = False):
+        cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
+        D, N, K, H = x_BTD.shape[-1], cfg.heads, cfg.kv, cfg.head
+        x_BTD = x_BTD.astype(dtype)
+
+        def project(name, heads, axis):
+            w = make(self, name, (D, heads, H), ('width', axis, 'head'), 'read', matrix_init(cfg, name, D, heads * H), D)
+            out = jnp.einsum('BTD,DNH->BTNH', x_BTD, w.astype(dtype))
+            return out + bias(f'{name}_bias', (heads, H), (axis, 'head')).astype(dtype) if cfg.attn_bias else out
+
+        def bias(name, shape, axes):
+            return make(self, name, shape, axes, 'bias', Init())
+
+        q_BTNH, k_BTKH, v_BTKH = project('q', N, 'heads'), project('k', K, 'kv'), project('v', K, 'kv')
+        kind = 'head' if norms == 'qkv' and cfg.qk_norm == 'none' else cfg.qk_norm
+        q_BTNH, k_BTKH = self.head_norm('q', q_BTNH, kind), self.head_norm('k', k_BTKH, kind)
+        v_BTKH = self.head_norm('v', v_BTKH, 'head' if norms == 'qkv' or cfg.v_norm else 'none')
+        if ctx.rope_BTh is not None:
+            q_BTNH, k_BTKH = (rope(z, *ctx.rope_BTh, cfg.positions == 'rope_interleaved') for z in (q_BTNH, k_BTKH))
+        scale = H**-0.5 if cfg.attn_scale is None else cfg.attn_scale
+        o_BTNH, p_BKGTS = attend(q_BTNH, k_BTKH, v_BTKH, ctx.mask_BTS, scale, cfg.attn_soft_cap)
+
+        if norms == 'inner':
+            o_BTNH = Norm(cfg, name='norm_inner')(o_BTNH.reshape(*o_BTNH.shape[:2], N * H)).reshape(o_BTNH.shape)
+        w_NHD = make(self, 'o', (N, H, D), ('heads', 'head', 'width'), 'write', matrix_init(cfg, 'o', N * H, D), N * H)
+        out_BTD = jnp.einsum('BTNH,NHD->BTD', o_BTNH.astype(dtype), w_NHD.astype(dtype), preferred_element_type=accumulator(cfg))
+        if cfg.attn_bias:
+            out_BTD += bias('o_bias', (D,), ('width',))
+        return out_BTD, attention_stats(p_BKGTS, ctx.mask_BTS) if stats else {}
+
+    def head_norm(self, name, x_BTNH, kind):
+        if kind == 'none':
+            return x_BTNH
+        flat = x_BTNH.reshape(*x_BTNH.shape[:2], -1) if kind == 'whole' else x_BTNH
+        return Norm(self.cfg, name=f'norm_{name}')(flat).reshape(x_BTNH.shape).astype(x_BTNH.dtype)
+
+
+def attention_stats(p_BKGTS: Float[Array, 'B K G T S'], mask_BTS: Bool[Array, '#B T S']) -> dict[str, Float[Array, '']]:
+    """Mean entropy of the attention rows over the log of the positions each may see (rows that see one position are left out)."""
+    visible_BT = mask_BTS.sum(-1)
+    row_BKGT = -jax.scipy.special.xlogy(p_BKGTS, p_BKGTS).sum(-1)
+    several = jnp.broadcast_to((visible_BT > 1)[:, None, None], row_BKGT.shape)
+    share = row_BKGT / jnp.log(jnp.maximum(visible_BT, 2))[:, None, None]
+    return {'attn_entropy': jnp.where(several, share, 0).sum() / jnp.maximum(several.sum(), 1)}
+
+
+ACTIVATIONS = {
+    'swiglu': jax.nn.silu,
+    'geglu': lambda x: jax.nn.gelu(x, approximate=False),
+    'geglu_tanh': jax.nn.gelu,
+    'gelu': lambda x: jax.nn.gelu(x, approximate=False),
+    'gelu_tanh': jax.nn.gelu,
+    'relu': jax.nn.relu,
+}
+
+
+class Mlp(nn.Module):
+    """Dense FFN, (B, T, D) -> (B, T, D): down(act(gate x) * up x) when gated, else down(act(up x)).  Source: arXiv:2002.05202.
+
+    `norms='inner'` norms the hidden activation before the down projection.
+    """
+
+    cfg: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: Float[Array, 'B T D'], norms: str = ''):
+        cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
+        D, F = x_BTD.shape[-1], cfg.hidden
+        x_BTD = x_BTD.astype(dtype)
+
+        def project(name):
+            w_DF = make(self, name, (D, F), ('width', 'ffn'), 'read', matrix_init(cfg, name, D, F), D)
+            h_BTF = jnp.einsum('BTD,DF->BTF', x_BTD, w_DF.astype(dtype))
+            return h_BTF + make(self, f'{name}_bias', (F,), ('ffn',), 'bias', Init()).astype(dtype) if cfg.mlp_bias else h_BTF
+
+        act = ACTIVATIONS[cfg.activation]
+        h_BTF = act(project('gate')) * project('up') if cfg.gated else act(project('up'))
+        if norms == 'inner':
+            h_BTF = Norm(cfg, name='norm_inner')(h_BTF)
+        w_FD = make(self, 'down', (F, D), ('ffn', 'width'), 'write', matrix_init(cfg, 'down', F, D), F)
+        out_BTD = jnp.einsum('BTF,FD->BTD', h_BTF.astype(dtype), w_FD.astype(dtype), preferred_element_type=accumulator(cfg))
+        return out_BTD + make(self, 'down_bias', (D,), ('width',), 'bias', Init()) if cfg.mlp_bias else out_BTD
+
+
+def dropout(x: Array, rate: float, key: Array | None) -> Array:
+    """Zero each element with probability `rate` and scale the rest by 1 / (1 - rate); the identity without a key."""
+    if key is None or rate == 0:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / max(1 - rate, 1e-9), 0)

@@ -1,0 +1,339 @@
+"""Block, Stack (a scan per run of the plan) and LM: the model, its parameters by canonical name, and its counts.
+
+Axes as in layers.py. Parameters of a run of blocks are stacked on a leading layer axis; `unstack` names them layer by layer.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from spannorm_jax import topology
+from spannorm_jax.config import ModelConfig
+from spannorm_jax.initializers import Init, Param, draw, is_param, make, matrix_init
+from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, context, dropout
+
+REMAT = {'full': None, 'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+
+def coefficients(cfg: ModelConfig, layers: range) -> dict[str, Array]:
+    """The topology's constants of these blocks, each an array (n,), with the block's own 0-based index as `layer`."""
+    rows = [topology.TOPOLOGIES[cfg.topology].coef(cfg, l) for l in layers]
+    dtype = accumulator(cfg)
+    return {k: jnp.array([r[k] for r in rows], dtype) for k in rows[0]} | {'layer': jnp.arange(layers.start, layers.stop)}
+
+
+def has_norm(cfg: ModelConfig, site: str) -> bool:
+    """Whether the norm at a site exists: embed and final can be switched by the config, all others are the topology's."""
+    entry = topology.TOPOLOGIES[cfg.topology]
+    if site == 'embed':
+        return entry.embed_norm if cfg.embed_norm is None else cfg.embed_norm
+    if site == 'final':
+        return entry.final_norm if cfg.final_norm is None else cfg.final_norm
+    return True
+
+
+def apply_norm(cfg: ModelConfig, site: str, x: Array) -> Array:
+    eps = cfg.final_norm_eps if site == 'final' else None
+    return Norm(cfg, eps, name=f'norm_{site}')(x) if has_norm(cfg, site) else x
+
+
+class Block(nn.Module):
+    """One block of `cfg.topology`: (stream, constants, context) -> (stream, statistics).
+
+    Inside a Stack the constants are scanned. Alone, in a model of your own, `Block(cfg, layer=l)(x)` is block l (from 0) of
+    cfg.layers on x (B, T, D), causal unless `causal=False`. `collect`: '' nothing, 'stats' scalars, 'tensors' activations as well.
+    """
+
+    cfg: ModelConfig
+    rule: Callable | None = None
+    layer: int = 0
+    causal: bool = True
+    collect: str = ''
+
+    @nn.compact
+    def __call__(self, stream: Any, coef: dict[str, Array] | None = None, ctx: Context | None = None) -> tuple[Any, dict[str, Array]]:
+        cfg = self.cfg
+        if coef is None:
+            coef = {k: v[0] for k, v in coefficients(cfg, range(self.layer, self.layer + 1)).items()}
+        if ctx is None:
+            B, T = jax.tree.leaves(stream)[0].shape[:2]
+            ctx = context(cfg, jnp.broadcast_to(jnp.arange(T), (B, T)), causal=self.causal)
+        key = None if ctx.dropout_key is None else jax.random.fold_in(ctx.dropout_key, coef['layer'])
+        into, out, stats = {}, {}, {}  # what entered and left each site
+
+        def norm(site, x):
+            into[site], out[site] = x, apply_norm(cfg, site, x)
+            return out[site]
+
+        def sublayer(name, module, salt):
+            def call(x, norms=''):
+                o, s = module(x, norms)
+                stats.update(s)
+                into[name], out[name] = x, dropout(o, cfg.dropout, None if key is None else jax.random.fold_in(key, salt))
+                return out[name]
+
+            return call
+
+        def param(name, shape, role, std=0.0, const=0.0, fn=None, sublayer=0):
+            return make(self, name, shape, (None,) * len(shape), role, Init(std, const, fn, sublayer), layer=coef['layer'])
+
+        def branch(site, o):
+            if cfg.branch_gain != 'none':
+                shape = () if cfg.branch_gain == 'scalar' else o.shape[-1:]
+                o *= param(f'{site}_gain', shape, 'gate', const=cfg.branch_gain_init)
+            return o * cfg.branch_scale if cfg.branch_scale != 1 else o
+
+        attn_module, ffn_module = Attention(cfg, name='attn'), Mlp(cfg, name='ffn')
+        attn = sublayer('attn', lambda x, norms: attn_module(x, ctx, norms, bool(self.collect)), 0)
+        ffn = sublayer('ffn', lambda x, norms: (ffn_module(x, norms), {}), 1)
+        c = SimpleNamespace(cfg=cfg, param=param, branch=branch, **coef)
+        stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
+        stream = (self.rule or block_rule(cfg, self.layer))(stream, attn, ffn, norm, c)
+        if self.collect:
+            stats |= block_stats(into, out, stream)
+        stream = jax.tree.map(lambda x: x.astype(cfg.residual_dtype), stream)
+        if self.collect == 'tensors':
+            stats |= {'hidden': stream, 'after': {k: v for k, v in out.items() if k.startswith(('attn', 'ffn'))}}
+        return stream, stats
+
+
+def block_rule(cfg: ModelConfig, layer: int) -> Callable:
+    """The block function of layer `layer`, counted from 0."""
+    return [rule for rule, n in topology.runs(cfg) for _ in range(n)][layer]
+
+
+def block_stats(into: dict[str, Array], out: dict[str, Array], stream: Any) -> dict[str, Array]:
+    """Scalars of one block: the sums that enter (or would enter) a norm, the branches, and how they correlate with their skip.
+
+    sigma = mean over tokens of the std over channels of the sum; branch_var = variance of the branch as it is added; branch_skip_corr =
+    correlation of branch and (sum - branch) over all elements; rms of the stream that leaves. Several streams count as their mean.
+    """
+    one = lambda x: x.mean(-2) if x.ndim > 3 else x  # noqa: E731
+    leaving = one(jax.tree.leaves(stream)[0])
+    sums = {'attn': into.get('attn_sum', into.get('ffn_in', into['ffn'])), 'ffn': into.get('ffn_sum', leaving)}
+    stats = {'rms': jnp.sqrt(jnp.square(leaving).mean())}
+    for name, total in sums.items():
+        o = out.get(f'{name}_branch', out[name])
+        skip = total - o
+        stats[f'sigma_{name}'] = total.std(-1).mean()
+        stats[f'branch_var/{name}'] = o.var()
+        covariance = ((o - o.mean()) * (skip - skip.mean())).mean()
+        stats[f'branch_skip_corr/{name}'] = covariance / jnp.maximum(o.std() * skip.std(), 1e-30)
+    return stats
+
+
+class Stack(nn.Module):
+    """L blocks of one topology, from embeddings (B, T, D) to the features (B, T, D) that a head reads, and statistics (L,).
+
+    One scan per run of equal blocks, so that compile time does not grow with depth.
+    """
+
+    cfg: ModelConfig
+    causal: bool = True
+    collect: str = ''
+
+    @nn.compact
+    def __call__(self, x_BTD: Float[Array, 'B T D'], ctx: Context | None = None) -> tuple[Float[Array, 'B T D'], dict[str, Any]]:
+        cfg, entry = self.cfg, topology.TOPOLOGIES[self.cfg.topology]
+        if ctx is None:
+            ctx = context(cfg, jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2]), causal=self.causal)
+
+        def param(name, shape, role, std=0.0, const=0.0):
+            return make(self, name, shape, (None,) * len(shape), role, Init(std, const))
+
+        norm, c = functools.partial(apply_norm, cfg), SimpleNamespace(cfg=cfg, param=param)
+        stream = entry.enter(x_BTD.astype(accumulator(cfg)), norm, c)
+        stream = jax.tree.map(lambda x: x.astype(cfg.residual_dtype), stream)
+        block = Block if cfg.remat == 'none' else nn.remat(Block, prevent_cse=False, policy=REMAT[cfg.remat])
+        lo, stats = 0, []
+        for i, (rule, n) in enumerate(topology.runs(cfg)):
+            scanned = nn.scan(
+                block,
+                variable_axes={'params': 0},
+                split_rngs={'params': True},
+                in_axes=(0, nn.broadcast),
+                length=n,
+                unroll=min(cfg.scan_unroll, n) or n,
+                metadata_params={nn.PARTITION_NAME: 'layers'},
+            )
+            stream, s = scanned(cfg, rule, causal=self.causal, collect=self.collect, name=f'blocks_{i}')(
+                stream, coefficients(cfg, range(lo, lo + n)), ctx
+            )
+            lo, stats = lo + n, [*stats, s]
+        stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
+        return entry.leave(stream, norm, c), join(stats)
+
+
+def join(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Statistics of consecutive runs as arrays over all L layers; what only some runs have is filled with NaN."""
+    shapes = {k: v for run in runs for k, v in run.items()}
+    n = [len(jax.tree.leaves(run)[0]) if run else 0 for run in runs]
+
+    def column(key):
+        fill = [jax.tree.map(lambda x, n=n_i: jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype), shapes[key]) for n_i in n]
+        parts = [run.get(key, f) for run, f in zip(runs, fill, strict=True)]
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+    return {key: column(key) if key != 'after' else [run['after'] for run in runs] for key in shapes}
+
+
+class Transformer(nn.Module):
+    """Embedding, Stack and head: tokens (B, T) -> logits (B, T, V), or features (B, T, D) with `head=False`; and statistics."""
+
+    cfg: ModelConfig
+    collect: str = ''
+
+    @nn.compact
+    def __call__(self, tokens_BT, segments_BT=None, positions_BT=None, dropout_key=None, head: bool = True):
+        cfg = self.cfg
+        V, D = cfg.vocab, cfg.width
+        w_VD = make(self, 'embed', (V, D), ('vocab', 'width'), 'embed', matrix_init(cfg, 'embed', V, D), 1)
+        x_BTD = w_VD[tokens_BT] * cfg.embed_scale
+        if dropout_key is not None:
+            x_BTD = dropout(x_BTD, cfg.dropout, jax.random.fold_in(dropout_key, cfg.layers))
+        if positions_BT is None:
+            positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        ctx = context(cfg, positions_BT, segments_BT, dropout_key=dropout_key if cfg.dropout else None)
+        x_BTD, extras = Stack(cfg, collect=self.collect, name='stack')(x_BTD, ctx)
+        if not cfg.tie_embeddings:
+            w_DV = make(self, 'head', (D, V), ('width', 'vocab'), 'head', matrix_init(cfg, 'head', D, V), D)
+        if not head:
+            return x_BTD, extras
+        return head_logits(cfg, x_BTD, w_VD.T if cfg.tie_embeddings else w_DV), extras
+
+
+def head_logits(cfg: ModelConfig, x_BTD: Float[Array, '... D'], w_DV: Float[Array, 'D V']) -> Float[Array, '... V']:
+    """cap(scale * x W): logits in float32 (or wider)."""
+    dtype = jnp.dtype(cfg.dtype)
+    logits = jnp.einsum('...D,DV->...V', x_BTD.astype(dtype), w_DV.astype(dtype), preferred_element_type=accumulator(cfg))
+    logits *= cfg.logit_scale
+    return logits if cfg.logit_soft_cap is None else cfg.logit_soft_cap * jnp.tanh(logits / cfg.logit_soft_cap)
+
+
+@dataclass(frozen=True)
+class LM:
+    """A language model: pure functions over a plain tree of float32 parameters."""
+
+    cfg: ModelConfig
+
+    def init(self, key: Array, tokens: Int[Array, 'B T'] | None = None) -> dict[str, Any]:
+        """Initial parameters. Each depends on the seed, its name and its layer alone (see `initializers.draw`)."""
+        return _init(self.cfg, key)
+
+    def apply(
+        self,
+        params: dict[str, Any],
+        tokens: Int[Array, 'B T'],
+        segments: Int[Array, 'B T'] | None = None,
+        positions: Int[Array, 'B T'] | None = None,
+        *,
+        dropout_key: Array | None = None,
+        stats: bool | str = False,
+    ) -> Any:
+        """Logits, float32 (B, T, V); with `stats` also a dict of per-layer statistics, each (L,).
+
+        `segments`: equal numbers see each other (0 is padding); `positions`: RoPE positions, 0..T-1 by default; `dropout_key` turns
+        dropout on; `stats='tensors'` adds activations: `hidden` (L, B, T, D) and, per run, what each site put out.
+        """
+        out, extras = self._run(params, tokens, segments, positions, dropout_key, stats, True)
+        return (out, extras) if stats else out
+
+    def features(self, params, tokens, segments=None, positions=None, *, dropout_key=None, stats: bool | str = False) -> tuple[Array, dict]:
+        """What the head reads, (B, T, D), and statistics (empty without `stats`)."""
+        return self._run(params, tokens, segments, positions, dropout_key, stats, False)
+
+    def logits(self, params: dict[str, Any], features: Float[Array, '... D']) -> Float[Array, '... V']:
+        """The head alone."""
+        return head_logits(self.cfg, features, params['embed'].T if self.cfg.tie_embeddings else params['head'])
+
+    def _run(self, params, tokens, segments, positions, dropout_key, stats, head):
+        collect = 'stats' if stats is True else stats or ''
+        return Transformer(self.cfg, collect).apply({'params': params}, tokens, segments, positions, dropout_key, head)
+
+
+def infos(cfg: ModelConfig) -> dict[str, Any]:
+    """The parameter tree with a `Param` (shape, role, logical axes, fan-in, initial distribution) in place of each array."""
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(Transformer(cfg).init, jax.random.key(0), tokens)['params']
+
+
+def each_param(cfg: ModelConfig, tree: Any) -> list[tuple[str, range | None, Any]]:
+    """(name, layers, leaf) of a parameter tree, in its order; `layers` is the range a stacked leaf covers, or None."""
+    counts = [n for _, n in topology.runs(cfg)]
+    leaves = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_param)[0]:
+        keys = [k.key for k in path if k.key != 'stack']
+        run = re.fullmatch(r'blocks_(\d+)', keys[0])
+        layers = None
+        if run:
+            i = int(run[1])
+            layers, keys = range(sum(counts[:i]), sum(counts[: i + 1])), keys[1:]
+        leaves.append(('.'.join(keys), layers, leaf))
+    return leaves
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init(cfg: ModelConfig, key: Array) -> dict[str, Any]:
+    tree = infos(cfg)
+    values = [draw(info, name, key, layers) for name, layers, info in each_param(cfg, tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_param), values)
+
+
+def layer_name(name: str, layer: int | None) -> str:
+    # Reading A of SpanNorm keeps N_e in its first block; it is still the norm of the embedding.
+    return name if layer is None or name.startswith('norm_embed.') else f'layers.{layer}.{name}'
+
+
+def unstack(cfg: ModelConfig, tree: Any) -> dict[str, Any]:
+    """Parameters by canonical name: embed, head, norm_final.gain, layers.3.attn.q, ... A leaf may be anything that can be indexed."""
+    named = {}
+    for name, layers, leaf in each_param(cfg, tree):
+        for i, l in enumerate(layers or [None]):
+            named[layer_name(name, l)] = leaf if l is None else leaf[i]
+    return named
+
+
+def restack(cfg: ModelConfig, named: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `unstack`. Raises KeyError for a missing name and ValueError for one that is left over or has another shape."""
+    tree, used, values = infos(cfg), set(), []
+    for name, layers, info in each_param(cfg, tree):
+        names = [layer_name(name, l) for l in layers or [None]]
+        used.update(names)
+        value = named[names[0]] if layers is None else np.stack([np.asarray(named[n]) for n in names])
+        if value.shape != info.value.shape:
+            raise ValueError(f'{names[0]}: shape {value.shape}, expected {info.value.shape}')
+        values.append(jnp.asarray(value))
+    if left := sorted(set(named) - used):
+        raise ValueError(f'{len(left)} parameters have no place in this model: {", ".join(left[:5])}')
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_param), values)
+
+
+def count_params(cfg: ModelConfig) -> int:
+    """Number of parameters, embedding and head included."""
+    return sum(math.prod(info.value.shape) for _, _, info in each_param(cfg, infos(cfg)))
+
+
+def flops_per_token(cfg: ModelConfig, seq: int) -> float:
+    """Training FLOPs per token: 6 per weight of every matrix product (the embedding is a look-up) and 12 L N H for each
+    position seen, (seq + 1) / 2 of them on average under the causal mask."""
+    matmul = sum(math.prod(p.value.shape) for _, _, p in each_param(cfg, infos(cfg)) if p.role in ('read', 'write', 'head', 'mix', 'router'))
+    matmul += cfg.vocab * cfg.width if cfg.tie_embeddings else 0
+    return 6.0 * matmul + 12.0 * cfg.layers * cfg.heads * cfg.head * (seq + 1) / 2
+
+
+def param_roles(cfg: ModelConfig) -> Any:
+    """The parameter tree with each leaf's role in its place."""
+    return jax.tree.map(lambda p: p.role, infos(cfg), is_leaf=is_param)
+
+
+__all__ = ['LM', 'Block', 'Param', 'Stack', 'Transformer', 'count_params', 'flops_per_token', 'infos', 'param_roles', 'restack', 'unstack']
