@@ -35,9 +35,13 @@ class SplitMeta:
 
 @dataclass(frozen=True)
 class Meta:
-    """meta.json. `hash` is the corpus's identity: sha256 over the documents' sha256, in order, whatever the tokenizer."""
+    """meta.json. `hash` is the corpus's identity: sha256 over the documents' sha256, in order, whatever the tokenizer.
+
+    `key` says what the folder was made of (prepare.identity); two folders with one key hold the same bytes.
+    """
 
     version: int
+    key: str
     source: str
     hash: str
     tokenizer: dict  # name, fingerprint, vocab, bos, eos, file

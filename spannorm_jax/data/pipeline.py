@@ -1,0 +1,251 @@
+"""Batches out of a prepared folder. Axis letters: B rows, T positions, R rows of one batch on one host.
+
+Row r of an epoch is stream[rT : rT + T]. Global batch k is a pure function of (corpus, seq, batch, seed, k), so the state
+of the whole iterator is the integer k: nothing is packed, buffered or skipped that a restart would have to repeat.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import grain
+import numpy as np
+from absl import flags
+from grain.experimental import index_shuffle
+
+from spannorm_jax.config import DataConfig
+from spannorm_jax.data import sources
+from spannorm_jax.data.prepare import Progress, identity, prepare
+from spannorm_jax.data.store import SPLITS, Meta, Stream, read_meta
+from spannorm_jax.data.tokenizer import Tokenizer, load_tokenizer
+from spannorm_jax.errors import BadData, MissingInput, UserError
+
+Batch = dict[str, np.ndarray]
+
+
+def open_data(cfg: DataConfig, progress: Progress | None = None) -> 'Corpus':
+    """The corpus that `cfg` names; a raw source is first prepared into the cache, once.
+
+    Raises: UserError (tokenizer that does not match a prepared folder), MissingInput, BadData, StorageError.
+    """
+    folder = Path(cfg.source)
+    if not (folder / 'meta.json').is_file():
+        if (folder / 'work' / 'key').is_file():
+            raise MissingInput(f'{cfg.source!r} is half prepared; run the same `spannorm prepare` again to finish it')
+        tok, found = load_tokenizer(cfg.tokenizer), sources.find(cfg.source)
+        folder = _cache(cfg) / identity(found, tok, cfg.text_field)[:32]
+        prepare(cfg.source, folder, tokenizer=cfg.tokenizer, text_field=cfg.text_field, progress=progress)
+    corpus = Corpus(folder, read_meta(folder))
+    made_with = corpus.meta.tokenizer
+    same_name = made_with['file'] is None or cfg.tokenizer == 'mistral'
+    if not (same_name and cfg.tokenizer == made_with['name']) and load_tokenizer(cfg.tokenizer).fingerprint != made_with['fingerprint']:
+        raise UserError(
+            f'{cfg.source!r} was prepared with tokenizer {made_with["name"]!r}, data.tokenizer is {cfg.tokenizer!r}; '
+            f'set data.tokenizer to {str(folder / made_with["file"]) if made_with["file"] else made_with["name"]!r}'
+        )
+    return corpus
+
+
+def _cache(cfg: DataConfig) -> Path:
+    if cfg.cache:
+        return Path(cfg.cache)
+    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'spannorm_jax'
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared folder: `meta`, `hash` (of its text), `tokenizer`, training batches and evaluation sets."""
+
+    folder: Path
+    meta: Meta
+
+    @property
+    def hash(self) -> str:
+        return self.meta.hash
+
+    @property
+    def splits(self) -> dict:
+        return self.meta.splits
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Loaded from the folder itself, so that it is there wherever the folder is."""
+        file = self.meta.tokenizer['file']
+        return load_tokenizer(str(self.folder / file) if file else self.meta.tokenizer['name'])
+
+    def rows(self, seq: int) -> int:
+        """Rows of an epoch of the train split: whole windows of `seq` tokens (a rest shorter than one is left out).
+
+        Raises: BadData where not one row fits.
+        """
+        tokens = self.meta.splits['train'].tokens
+        if tokens < seq:
+            raise BadData(f'the train split of {self.meta.source!r} has {tokens} tokens, not one row of {seq}; lower data.seq or add text')
+        return tokens // seq
+
+    def epoch_of(self, k: int, batch: int, seq: int) -> int:
+        """Epoch in which global batch k begins."""
+        return k * batch // self.rows(seq)
+
+    def train_batches(
+        self,
+        batch: int,
+        seq: int,
+        seed: int,
+        start: int = 0,
+        process_index: int = 0,
+        process_count: int = 1,
+        workers: int = 0,
+    ) -> 'Batches':
+        """Endless batches of dict(tokens, targets, segments, positions), int32 (batch / process_count, seq), from global batch `start`.
+
+        Every epoch is its own permutation of all rows. Process h of n gets the h-th contiguous slice of each global batch.
+        workers: reader processes (spawned); 0 reads in threads. Neither changes the order.
+
+        Raises: UserError (batch does not divide over the processes), BadData (from here or from `next`, naming the place).
+        """
+        if batch % process_count:
+            raise UserError(f'data.batch = {batch} does not divide over {process_count} processes')
+        per_process = batch // process_count
+        make = _TrainBatch(
+            Stream(self.folder, 'train', self.meta), self.rows(seq), batch, seq, seed, slice(process_index * per_process, (process_index + 1) * per_process)
+        )
+        return Batches(make, start, sys.maxsize, workers)
+
+    def eval_batches(self, split: str, batch: int, seq: int, max_tokens: int | None = None) -> 'EvalSet':
+        """The first whole documents of a split, up to `max_tokens` tokens (at least one document, however long).
+
+        Raises: UserError (unknown split), BadData (empty split).
+        """
+        if split not in SPLITS:
+            raise UserError(f'unknown split {split!r}: expected one of {", ".join(SPLITS)}')
+        stream = Stream(self.folder, split, self.meta)
+        table = stream.documents()
+        if not len(table):
+            raise BadData(
+                f'the {split} split of {self.meta.source!r} is empty: documents go to splits by their hash (90/5/5 per cent) and there are '
+                f'only {sum(s.documents for s in self.meta.splits.values())}; give more, shorter documents (more files, or JSONL lines)'
+            )
+        upto = len(table) if max_tokens is None else max(1, int(np.searchsorted(table[:, 0], max_tokens, 'right')))
+        return EvalSet(stream, batch, seq, int(table[upto - 1, 0]), int(table[:upto, 1].sum()), upto)
+
+
+class Batches(Iterator[Batch]):
+    """Iterator over batches make(k), k = start, start + 1, ...; prefetches in threads, or in worker processes.
+
+    `k` is the global batch that `next` will give: all there is to save. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], start: int, stop: int, workers: int = 0):
+        self.k = start
+        data = grain.MapDataset.range(start, stop).map(make)
+        # Batches are made in order by few threads: numpy and the file reads release the GIL, little else would gain.
+        data = data.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8))
+        if workers:
+            if not flags.FLAGS.is_parsed():  # grain reads absl flags, which a program without absl never parses
+                flags.FLAGS.mark_as_parsed()
+            data = data.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=4), worker_init_fn=_keep_off_devices)
+        self.batches = iter(data)
+
+    def __next__(self) -> Batch:
+        batch = next(self.batches)
+        self.k += 1
+        return batch
+
+    def close(self) -> None:
+        self.batches.close()
+
+    def __enter__(self) -> 'Batches':
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _keep_off_devices(index: int, count: int) -> None:
+    os.environ['JAX_PLATFORMS'] = 'cpu'  # a reader never computes; were JAX started there, it must not take the accelerator
+
+
+@dataclass
+class _TrainBatch:
+    """k -> this process's part of global batch k."""
+
+    stream: Stream
+    rows: int
+    batch: int
+    seq: int
+    seed: int
+    mine: slice
+
+    def __call__(self, k: int) -> Batch:
+        at = range(k * self.batch, (k + 1) * self.batch)[self.mine]
+        starts = [self.row(*divmod(i, self.rows)) * self.seq for i in at]
+        return make_batch(np.stack([self.stream.read(lo, lo + self.seq + 1) for lo in starts]), self.stream.meta)
+
+    def row(self, epoch: int, i: int) -> int:
+        """The i-th row of an epoch: a permutation computed per index, in no memory."""
+        digest = hashlib.sha256(f'{self.seed} {epoch}'.encode()).digest()
+        return index_shuffle(i, max_index=self.rows - 1, seed=int.from_bytes(digest[:4], 'little'), rounds=4)
+
+
+def make_batch(window_RT1: np.ndarray, meta: Meta) -> Batch:
+    """Windows of T + 1 stream tokens -> tokens, targets, segments, positions, int32 (R, T) each.
+
+    targets are the next tokens, bos replaced by eos; segments count 1 + the bos seen in the row; positions restart at each.
+    """
+    bos, eos = meta.tokenizer['bos'], meta.tokenizer['eos']
+    window_RT1 = window_RT1.astype(np.int32)
+    tokens_RT, targets_RT = np.ascontiguousarray(window_RT1[:, :-1]), window_RT1[:, 1:]
+    begins_RT = tokens_RT == bos
+    index_T = np.arange(tokens_RT.shape[1], dtype=np.int32)
+    return {
+        'tokens': tokens_RT,
+        'targets': np.where(targets_RT == bos, np.int32(eos), targets_RT),
+        'segments': 1 + np.cumsum(begins_RT, axis=1, dtype=np.int32),
+        'positions': index_T - np.maximum.accumulate(np.where(begins_RT, index_T, 0), axis=1),
+    }
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """Whole documents as rows in stream order: `tokens` = predictions that count, `bytes` of text, `documents`.
+
+    Bits per byte = sum of nats over segments > 0 / ln 2 / bytes. The end of a document is predicted and counted, and adds no byte.
+    """
+
+    stream: Stream
+    batch: int
+    seq: int
+    tokens: int
+    bytes: int
+    documents: int
+
+    def __len__(self) -> int:
+        return -(-self.tokens // (self.batch * self.seq))
+
+    def batches(self, process_index: int = 0, process_count: int = 1) -> Batches:
+        """The same batches each time, (batch / process_count, seq); what is missing from the last has segments 0 and targets 0."""
+        if self.batch % process_count:
+            raise UserError(f'an evaluation batch of {self.batch} does not divide over {process_count} processes')
+        per_process = self.batch // process_count
+        return Batches(_EvalBatch(self, slice(process_index * per_process, (process_index + 1) * per_process)), 0, len(self))
+
+
+@dataclass
+class _EvalBatch:
+    data: EvalSet
+    mine: slice
+
+    def __call__(self, k: int) -> Batch:
+        seq, rows = self.data.seq, range(k * self.data.batch, (k + 1) * self.data.batch)[self.mine]
+        window_RT1, real_RT = np.zeros((len(rows), seq + 1), np.int64), np.zeros((len(rows), seq), bool)
+        for r, row in enumerate(rows):
+            lo, hi = row * seq, min(row * seq + seq, self.data.tokens)
+            if lo < hi:
+                window_RT1[r, : hi - lo + 1] = self.data.stream.read(lo, hi + 1)
+                real_RT[r, : hi - lo] = True
+        return {name: np.where(real_RT, a_RT, 0) for name, a_RT in make_batch(window_RT1, self.data.stream.meta).items()}
