@@ -66,7 +66,9 @@ def is_param(x: Any) -> bool:
     return isinstance(x, Param)
 
 
-def make(mod: nn.Module, name: str, shape: tuple[int, ...], axes: tuple, role: str, init: Init, fan_in: int = 1, layer: Any = 0) -> jax.Array:
+def make(
+    mod: nn.Module, name: str, shape: tuple[int, ...], axes: tuple, role: str, init: Init, fan_in: int = 1, layer: Any = 0
+) -> jax.Array:
     """Create (or read) the parameter `name` of a Linen module; `layer` is the 0-based block index that some inits depend on."""
     return mod.param(name, lambda key: Param(init(key, shape, layer), axes, role, init, fan_in))
 
@@ -139,4 +141,5 @@ def audit_row(name: str, info: Param, value: jax.Array, decay_roles: tuple[str, 
         slack = 5 * max(n - 1, 1) ** -0.5
         ok = abs(mean - want_mean) <= 5 * want_std * n**-0.5 + 1e-6 and (n == 1 or abs(std - want_std) <= slack * want_std + 1e-6)
     size = value.size * value.dtype.itemsize // shards
-    return AuditRow(name, info.role, value.shape, info.fan_in, want_mean, want_std, mean, std, info.role in decay_roles, str(value.dtype), size, ok)
+    decays = info.role in decay_roles
+    return AuditRow(name, info.role, value.shape, info.fan_in, want_mean, want_std, mean, std, decays, str(value.dtype), size, ok)

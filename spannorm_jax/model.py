@@ -226,9 +226,12 @@ class LM:
 
     cfg: ModelConfig
 
-    def init(self, key: Array, tokens: Int[Array, 'B T'] | None = None) -> dict[str, Any]:
-        """Initial parameters. Each depends on the seed, its name and its layer alone (see `initializers.draw`)."""
-        return _init(self.cfg, key)
+    def init(self, key: Array, tokens: Int[Array, 'B T'] | None = None, shardings: Any = None) -> dict[str, Any]:
+        """Initial parameters, born with the given shardings (a tree like theirs). Each depends on the seed, its name and its layer
+        alone (see `initializers.draw`); `tokens` is not needed and only there because Flax modules take an example input."""
+        # Random bits are long straight-line code that XLA:CPU takes many seconds to optimise and that runs once.
+        options = {'xla_backend_optimization_level': 0} if jax.default_backend() == 'cpu' else None
+        return jax.jit(functools.partial(draw_all, self.cfg), out_shardings=shardings, compiler_options=options)(key)
 
     def apply(
         self,
@@ -282,8 +285,8 @@ def each_param(cfg: ModelConfig, tree: Any) -> list[tuple[str, range | None, Any
     return leaves
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _init(cfg: ModelConfig, key: Array) -> dict[str, Any]:
+def draw_all(cfg: ModelConfig, key: Array) -> dict[str, Any]:
+    """The initial value of every parameter (a pure function; jit it)."""
     tree = infos(cfg)
     values = [draw(info, name, key, layers) for name, layers, info in each_param(cfg, tree)]
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_param), values)
@@ -326,7 +329,8 @@ def count_params(cfg: ModelConfig) -> int:
 def flops_per_token(cfg: ModelConfig, seq: int) -> float:
     """Training FLOPs per token: 6 per weight of every matrix product (the embedding is a look-up) and 12 L N H for each
     position seen, (seq + 1) / 2 of them on average under the causal mask."""
-    matmul = sum(math.prod(p.value.shape) for _, _, p in each_param(cfg, infos(cfg)) if p.role in ('read', 'write', 'head', 'mix', 'router'))
+    matrices = ('read', 'write', 'head', 'mix', 'router')
+    matmul = sum(math.prod(p.value.shape) for _, _, p in each_param(cfg, infos(cfg)) if p.role in matrices)
     matmul += cfg.vocab * cfg.width if cfg.tie_embeddings else 0
     return 6.0 * matmul + 12.0 * cfg.layers * cfg.heads * cfg.head * (seq + 1) / 2
 

@@ -1,0 +1,35 @@
+"""Eight CPU devices, a compilation cache shared by runs and workers, rank promotion an error."""
+
+import os
+import pathlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+jax.config.update('jax_platforms', 'cpu')
+jax.config.update('jax_num_cpu_devices', 8)
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+# Compiling is most of what the suite does; the numbers are checked against tolerances that do not need the optimiser.
+jax.config.update('jax_disable_most_optimizations', True)
+_cache = pathlib.Path(os.environ.get('JAX_COMPILATION_CACHE_DIR', pathlib.Path(tempfile.gettempdir()) / 'spannorm_jax_test_cache'))
+jax.config.update('jax_compilation_cache_dir', str(_cache))
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
+
+
+def pytest_addoption(parser):
+    parser.addoption('--golden-dir', default=None, help='folder of goldens to run instead of tests/golden')
+    parser.addoption('--full', action='store_true', help='run the long modes too')
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption('--full'):
+        long = [item for item in items if item.get_closest_marker('full')]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker('full')]
+
+
+@pytest.fixture(scope='session')
+def tokens():
+    return jax.random.randint(jax.random.key(7), (2, 12), 0, 61, jnp.int32)
