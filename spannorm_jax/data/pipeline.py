@@ -4,7 +4,6 @@ Row r of an epoch is stream[rT : rT + T]. Global batch k is a pure function of (
 of the whole iterator is the integer k: nothing is packed, buffered or skipped that a restart would have to repeat.
 """
 
-import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,11 +14,11 @@ from pathlib import Path
 import grain
 import numpy as np
 from absl import flags
-from grain.experimental import index_shuffle
 
 from spannorm_jax.config import DataConfig
 from spannorm_jax.data import sources
 from spannorm_jax.data.prepare import Progress, identity, prepare
+from spannorm_jax.data.shuffle import row_of
 from spannorm_jax.data.store import SPLITS, Meta, Stream, read_meta
 from spannorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from spannorm_jax.errors import BadData, MissingInput, UserError
@@ -108,12 +107,8 @@ class Corpus:
 
         Raises: UserError (batch does not divide over the processes), BadData (from here or from `next`, naming the place).
         """
-        if batch % process_count:
-            raise UserError(f'data.batch = {batch} does not divide over {process_count} processes')
-        per_process = batch // process_count
-        make = _TrainBatch(
-            Stream(self.folder, 'train', self.meta), self.rows(seq), batch, seq, seed, slice(process_index * per_process, (process_index + 1) * per_process)
-        )
+        mine = _share(batch, process_index, process_count)
+        make = _TrainBatch(Stream(self.folder, 'train', self.meta), self.rows(seq), batch, seq, seed, mine)
         return Batches(make, start, sys.maxsize, workers)
 
     def eval_batches(self, split: str, batch: int, seq: int, max_tokens: int | None = None) -> 'EvalSet':
@@ -143,12 +138,13 @@ class Batches(Iterator[Batch]):
     def __init__(self, make: Callable[[int], Batch], start: int, stop: int, workers: int = 0):
         self.k = start
         data = grain.MapDataset.range(start, stop).map(make)
-        # Batches are made in order by few threads: numpy and the file reads release the GIL, little else would gain.
-        data = data.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8))
+        # One thread keeps ahead of any model; more of them only contend for the interpreter lock.
+        data = data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
         if workers:
             if not flags.FLAGS.is_parsed():  # grain reads absl flags, which a program without absl never parses
                 flags.FLAGS.mark_as_parsed()
-            data = data.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=4), worker_init_fn=_keep_off_devices)
+            options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=4)
+            data = data.mp_prefetch(options, worker_init_fn=_keep_off_devices)
         self.batches = iter(data)
 
     def __next__(self) -> Batch:
@@ -164,6 +160,14 @@ class Batches(Iterator[Batch]):
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def _share(batch: int, process_index: int, process_count: int) -> slice:
+    """The contiguous part of a global batch that one process makes."""
+    if batch % process_count:
+        raise UserError(f'a batch of {batch} rows does not divide over {process_count} processes')
+    rows = batch // process_count
+    return slice(process_index * rows, (process_index + 1) * rows)
 
 
 def _keep_off_devices(index: int, count: int) -> None:
@@ -183,13 +187,8 @@ class _TrainBatch:
 
     def __call__(self, k: int) -> Batch:
         at = range(k * self.batch, (k + 1) * self.batch)[self.mine]
-        starts = [self.row(*divmod(i, self.rows)) * self.seq for i in at]
-        return make_batch(np.stack([self.stream.read(lo, lo + self.seq + 1) for lo in starts]), self.stream.meta)
-
-    def row(self, epoch: int, i: int) -> int:
-        """The i-th row of an epoch: a permutation computed per index, in no memory."""
-        digest = hashlib.sha256(f'{self.seed} {epoch}'.encode()).digest()
-        return index_shuffle(i, max_index=self.rows - 1, seed=int.from_bytes(digest[:4], 'little'), rounds=4)
+        starts = [row_of(self.seed, i // self.rows, i % self.rows, self.rows) * self.seq for i in at]
+        return make_batch(self.stream.windows(starts, self.seq + 1), self.stream.meta)
 
 
 def make_batch(window_RT1: np.ndarray, meta: Meta) -> Batch:
@@ -198,7 +197,6 @@ def make_batch(window_RT1: np.ndarray, meta: Meta) -> Batch:
     targets are the next tokens, bos replaced by eos; segments count 1 + the bos seen in the row; positions restart at each.
     """
     bos, eos = meta.tokenizer['bos'], meta.tokenizer['eos']
-    window_RT1 = window_RT1.astype(np.int32)
     tokens_RT, targets_RT = np.ascontiguousarray(window_RT1[:, :-1]), window_RT1[:, 1:]
     begins_RT = tokens_RT == bos
     index_T = np.arange(tokens_RT.shape[1], dtype=np.int32)
@@ -229,10 +227,7 @@ class EvalSet:
 
     def batches(self, process_index: int = 0, process_count: int = 1) -> Batches:
         """The same batches each time, (batch / process_count, seq); what is missing from the last has segments 0 and targets 0."""
-        if self.batch % process_count:
-            raise UserError(f'an evaluation batch of {self.batch} does not divide over {process_count} processes')
-        per_process = self.batch // process_count
-        return Batches(_EvalBatch(self, slice(process_index * per_process, (process_index + 1) * per_process)), 0, len(self))
+        return Batches(_EvalBatch(self, _share(self.batch, process_index, process_count)), 0, len(self))
 
 
 @dataclass
@@ -242,10 +237,10 @@ class _EvalBatch:
 
     def __call__(self, k: int) -> Batch:
         seq, rows = self.data.seq, range(k * self.data.batch, (k + 1) * self.data.batch)[self.mine]
-        window_RT1, real_RT = np.zeros((len(rows), seq + 1), np.int64), np.zeros((len(rows), seq), bool)
+        window_RT1, real_RT = np.zeros((len(rows), seq + 1), np.int32), np.zeros((len(rows), seq), bool)
         for r, row in enumerate(rows):
             lo, hi = row * seq, min(row * seq + seq, self.data.tokens)
             if lo < hi:
-                window_RT1[r, : hi - lo + 1] = self.data.stream.read(lo, hi + 1)
+                window_RT1[r, : hi - lo + 1] = self.data.stream.windows([lo], hi - lo + 1)[0]
                 real_RT[r, : hi - lo] = True
         return {name: np.where(real_RT, a_RT, 0) for name, a_RT in make_batch(window_RT1, self.data.stream.meta).items()}
