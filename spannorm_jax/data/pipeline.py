@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import grain
 import numpy as np
-from absl import flags
 
 from spannorm_jax.config import DataConfig
 from spannorm_jax.data import sources
@@ -37,7 +35,8 @@ def open_data(cfg: DataConfig, progress: Progress | None = None) -> 'Corpus':
             raise MissingInput(f'{cfg.source!r} is half prepared; run the same `spannorm prepare` again to finish it')
         tok, found = load_tokenizer(cfg.tokenizer), sources.find(cfg.source)
         folder = _cache(cfg) / identity(found, tok, cfg.text_field)[:32]
-        prepare(cfg.source, folder, tokenizer=cfg.tokenizer, text_field=cfg.text_field, progress=progress)
+        if not (folder / 'meta.json').is_file():
+            prepare(cfg.source, folder, tokenizer=cfg.tokenizer, text_field=cfg.text_field, progress=progress)
     corpus = Corpus(folder, read_meta(folder))
     made_with = corpus.meta.tokenizer
     same_name = made_with['file'] is None or cfg.tokenizer == 'mistral'
@@ -136,6 +135,10 @@ class Batches(Iterator[Batch]):
     """
 
     def __init__(self, make: Callable[[int], Batch], start: int, stop: int, workers: int = 0):
+        # Imported here: it takes seconds, which `prepare`, its workers and `--help` need not wait for.
+        import grain
+        from absl import flags
+
         self.k = start
         data = grain.MapDataset.range(start, stop).map(make)
         # One thread keeps ahead of any model; more of them only contend for the interpreter lock.

@@ -75,10 +75,20 @@ def _only_one(folder: Path) -> Iterator[None]:
     import fcntl
 
     path = folder / '.lock'
-    with open(path, 'w') as f:
+    while True:
+        f = open(path, 'w')
         fcntl.flock(f, fcntl.LOCK_EX)
+        try:
+            if os.path.samestat(os.fstat(f.fileno()), os.stat(path)):
+                break
+        except FileNotFoundError:
+            pass
+        f.close()  # the holder before took the file away with it: stand in line for the new one
+    try:
         yield
-        path.unlink(missing_ok=True)  # whoever still waits on it finds meta.json
+    finally:
+        path.unlink(missing_ok=True)
+        f.close()
 
 
 def _claim(folder: Path, key: str) -> None:

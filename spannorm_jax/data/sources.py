@@ -14,7 +14,7 @@ from spannorm_jax.data.readers import Piece, parquet_file
 from spannorm_jax.errors import BadData, MissingInput
 
 # Left out of the default corpus: test data in odd encodings, applications, and whatever happens to be installed.
-STDLIB_WITHOUT = {'test', 'idlelib', 'turtledemo', 'site-packages', 'dist-packages'}
+STDLIB_WITHOUT = frozenset({'test', 'idlelib', 'turtledemo', 'site-packages', 'dist-packages'})
 TASK_BYTES = 16 << 20  # work of one task in a small corpus ...
 TASKS = 256  # ... and the number of tasks (so of shards a split) in a large one
 HASHED_BYTES = 256 << 20  # sources up to this size are known by their content, larger ones by file sizes and times
@@ -40,7 +40,7 @@ def find(source: str) -> Source:
         return Source(source, _tasks(pieces), identity, 0)
     if source == 'stdlib':
         root = sysconfig.get_paths()['stdlib']
-        files = [p for p in _walk(root) if p.endswith('.py') and os.path.relpath(p, root).split(os.sep)[0] not in STDLIB_WITHOUT]
+        files = [p for p in _walk(root, STDLIB_WITHOUT) if p.endswith('.py')]
         name, skipped = f'stdlib of Python {platform.python_version()}', 0
     else:
         root, files, skipped = _files(source)
@@ -71,8 +71,11 @@ def _files(source: str) -> tuple[str, list[str], int]:
     return os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in files]), files, 0
 
 
-def _walk(root: str) -> list[str]:
-    """All files below root that are not hidden, folder by folder in the order of their names' bytes; each real folder is entered once."""
+def _walk(root: str, without: frozenset[str] = frozenset()) -> list[str]:
+    """All files below root that are not hidden, folder by folder in the order of their names' bytes.
+
+    Links are followed, but no real folder is entered twice. `without` names folders of root to leave out.
+    """
     found, seen = [], set()
 
     def enter(folder: str) -> None:
@@ -80,10 +83,14 @@ def _walk(root: str) -> list[str]:
         if real in seen:  # a loop, or a second link to the same folder
             return
         seen.add(real)
-        with os.scandir(folder) as entries:
-            for entry in sorted(entries, key=lambda e: os.fsencode(e.name)):
-                if not entry.name.startswith('.'):
-                    enter(entry.path) if os.path.isdir(entry.path) else found.append(entry.path)
+        try:
+            names = sorted(os.listdir(folder), key=os.fsencode)
+        except OSError as e:
+            raise MissingInput(f'cannot read folder {folder!r}: {e.strerror}') from None
+        for name in names:
+            path = os.path.join(folder, name)
+            if not name.startswith('.') and not (folder == root and name in without):
+                enter(path) if os.path.isdir(path) else found.append(path)
 
     enter(root)
     return found

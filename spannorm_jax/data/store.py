@@ -5,11 +5,12 @@ meta.json                     written last: its presence says that the folder is
 <split>.documents             int64 (documents, 2): end of each document in the split's stream, and its length in bytes
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,7 @@ class BlockWriter:
 
     def __init__(self, path: Path, dtype: str):
         self.dtype, self.held, self.held_tokens, self.tokens = dtype, [], 0, 0
-        self.out = ArrayRecordWriter(str(path), WRITE_OPTIONS)
+        self.path, self.out = path, ArrayRecordWriter(str(path), WRITE_OPTIONS)
 
     def append(self, ids: np.ndarray) -> None:
         self.held.append(ids.astype(self.dtype))
@@ -102,16 +103,25 @@ class BlockWriter:
 
     def _flush(self, upto: int) -> None:
         stream = np.concatenate(self.held) if self.held else np.zeros(0, self.dtype)
-        for lo in range(0, upto, BLOCK):
-            self.out.write(stream[lo : min(lo + BLOCK, upto)].tobytes())
+        with self._failing_as_storage():
+            for lo in range(0, upto, BLOCK):
+                self.out.write(stream[lo : min(lo + BLOCK, upto)].tobytes())
         self.held, self.held_tokens = [stream[upto:]], self.held_tokens - upto
         self.tokens += upto
 
     def close(self) -> int:
         """Writes what is held and returns the number of tokens in the file."""
         self._flush(self.held_tokens)
-        self.out.close()
+        with self._failing_as_storage():
+            self.out.close()
         return self.tokens
+
+    @contextlib.contextmanager
+    def _failing_as_storage(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as e:  # what the library raises where Python would raise OSError
+            raise StorageError(f'cannot write {str(self.path)!r}: {e}; free space or choose another folder') from None
 
 
 class Stream:
