@@ -1,0 +1,115 @@
+"""What the loop needs from the machine: signals, time, batches, the compilation cache."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from spannorm_jax.config import Config
+from spannorm_jax.model import flops_per_token
+
+# Dense bfloat16 peak of one chip in FLOP/s, as its vendor states it without sparsity, by a part of JAX's device_kind.
+PEAK_FLOPS = {
+    'B200': 2250e12, 'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'L4': 121e12, 'V100': 125e12,
+    'TPU v6': 918e12, 'TPU v5p': 459e12, 'TPU v5 lite': 197e12, 'TPU v5e': 197e12, 'TPU v5': 459e12, 'TPU v4': 275e12,
+}  # fmt: skip
+
+
+def peak_flops(device: jax.Device) -> float | None:
+    """Peak of one device, None where it is not known (every CPU)."""
+    return next((peak for kind, peak in PEAK_FLOPS.items() if kind in device.device_kind), None)
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR or the program itself names another."""
+    if jax.config.jax_compilation_cache_dir is None:
+        base = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache')
+        jax.config.update('jax_compilation_cache_dir', str(base / 'spannorm_jax' / 'xla'))
+
+
+class Signals:
+    """While entered: SIGTERM, SIGUSR1 and the first Ctrl-C set `seen`; a second Ctrl-C leaves at once with code 130.
+
+    Only the main thread of a program can take signals; in any other, `seen` is set by `ask` alone.
+    """
+
+    def __init__(self):
+        self.seen = False
+        names = [name for name in ('SIGTERM', 'SIGINT', 'SIGUSR1') if hasattr(signal, name)]
+        self.numbers = [getattr(signal, n) for n in names] if threading.current_thread() is threading.main_thread() else []
+        self.before: dict[int, Any] = {}
+
+    def ask(self, stop: Callable[[int], bool] | None, step: int) -> bool:
+        """Whether to stop; once it is so, it stays so."""
+        self.seen = self.seen or bool(stop is not None and stop(step))
+        return self.seen
+
+    def __enter__(self) -> 'Signals':
+        for number in self.numbers:
+            self.before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.seen and number == signal.SIGINT:
+            os._exit(130)
+        self.seen = True
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+class Clock:
+    """Speed since `restart`: what was compiled, evaluated or saved before it does not count."""
+
+    def __init__(self, cfg: Config, mesh: jax.sharding.Mesh):
+        self.flops = flops_per_token(cfg.model, cfg.data.seq)
+        peak = peak_flops(mesh.devices.flat[0])
+        self.peak = None if peak is None else peak * mesh.size
+        self.restart()
+
+    def restart(self) -> None:
+        self.begun, self.steps, self.tokens = time.perf_counter(), 0, 0
+
+    def lap(self, tokens: int) -> dict[str, float | None]:
+        """One more step is done: real tokens per second, ms per step, and MFU = tokens/s * flops_per_token / peak, of all since `restart`."""
+        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
+        seconds = max(time.perf_counter() - self.begun, 1e-9)
+        speed = self.tokens / seconds
+        mfu = None if self.peak is None else speed * self.flops / self.peak
+        return {'perf/tokens_per_s': speed, 'perf/step_ms': 1000 * seconds / self.steps, 'perf/mfu': mfu}
+
+
+class Feed:
+    """Training batches by index; opened at the first one asked for, and again wherever the next is not the one after the last."""
+
+    def __init__(self, cfg: Config, corpus: Any):
+        self.cfg, self.corpus, self.batches, self.k = cfg, corpus, None, -1
+
+    def take(self, k: int) -> dict[str, np.ndarray]:
+        """This process's rows of global batch k."""
+        if k != self.k or self.batches is None:
+            self.close()
+            data = self.cfg.data
+            self.batches = self.corpus.train_batches(
+                data.batch, data.seq, self.cfg.run.seed, k, jax.process_index(), jax.process_count(), data.workers
+            )
+        self.k = k + 1
+        return next(self.batches)
+
+    def close(self) -> None:
+        if self.batches is not None:
+            self.batches.close()
+        self.batches = None
+
+    def __enter__(self) -> 'Feed':
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()

@@ -1,0 +1,185 @@
+"""What a run directory says about its run: configuration, outcome, and the host's position in it."""
+
+import contextlib
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spannorm_jax.checkpoint import disk_errors
+from spannorm_jax.config import Config, edit, from_dict, run_id, to_dict
+from spannorm_jax.errors import BadData, StorageError, UserError
+
+SMOOTHING = 20  # steps: a loss is judged by the mean of the last 20
+DIVERGED_BY = 0.5  # nats above its own earlier minimum
+EXIT = {'completed': 0, 'diverged': 0, 'preempted': 75, 'failed': 1}
+NONFINITE_EXIT = 70
+
+# Fields that may change when a run goes on: they say how it is computed, watched and kept, not what it computes.
+RESUMABLE = {
+    'data.workers', 'data.cache', 'mesh.data', 'mesh.fsdp', 'mesh.tensor', 'mesh.devices', 'mesh.platform', 'model.remat', 'model.scan_unroll',
+    'optim.loss_chunk', 'run.root', 'run.dir', 'run.sinks', 'run.log_every', 'run.stats_every', 'run.eval_every', 'run.checkpoint_every',
+    'run.keep', 'run.keep_every',
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: outcome.json. `dir` is its directory, `message` one line for people."""
+
+    status: str  # completed | diverged | preempted | failed
+    step: int
+    reason: str = ''
+    first_nonfinite: str | None = None
+    skipped: int = 0
+    rollbacks: int = 0
+    dir: str = ''
+    message: str = ''
+
+    @property
+    def exit_code(self) -> int:
+        """0 done, also where the loss rose (divergence is a result); 70 stopped on non-finite; 75 interrupted after saving."""
+        return NONFINITE_EXIT if self.nonfinite else EXIT[self.status]
+
+    @property
+    def nonfinite(self) -> bool:
+        return self.status == 'diverged' and self.first_nonfinite is not None
+
+    def save(self, folder: Path) -> None:
+        tree = {k: v for k, v in dataclasses.asdict(self).items() if k not in ('dir', 'message')}
+        write_json(folder / 'outcome.json', tree)
+
+    def try_to_save(self, folder: Path) -> None:
+        """Save, unless that fails: another error is on its way, and it matters more."""
+        with contextlib.suppress(StorageError, OSError):
+            self.save(folder)
+
+
+@dataclass(frozen=True)
+class Position:
+    """What the host knows after `step` steps, saved with every checkpoint. `batch` is the next one of the data."""
+
+    step: int = 0
+    batch: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    rollbacks: int = 0
+    recent: tuple[float | None, ...] = ()  # losses of the last 20 steps, None where a step was skipped
+    lowest: float | None = None  # smallest mean of 20 so far
+
+    def after(self, loss: float, tokens: int, applied: bool) -> 'Position':
+        recent = (*self.recent, loss if applied else None)[-SMOOTHING:]
+        now = smoothed(recent)
+        lowest = self.lowest if now is None else now if self.lowest is None else min(now, self.lowest)
+        return dataclasses.replace(
+            self, step=self.step + 1, batch=self.batch + 1, tokens=self.tokens + tokens, skipped=self.skipped + (not applied), recent=recent, lowest=lowest
+        )  # fmt: skip
+
+    @classmethod
+    def from_meta(cls, meta: dict[str, Any]) -> 'Position':
+        return cls(**{f.name: meta[f.name] for f in dataclasses.fields(cls)} | {'recent': tuple(meta['recent'])})
+
+
+def smoothed(recent: tuple[float | None, ...]) -> float | None:
+    """Mean of the last 20 losses; None before there are 20, or where all were skipped."""
+    known = [x for x in recent if x is not None]
+    return sum(known) / len(known) if len(recent) == SMOOTHING and known else None
+
+
+def diverged(pos: Position, unigram: float) -> str:
+    """Why a run that did all its steps counts as diverged, or ''. A run of fewer than 20 steps has no smoothed loss and never does."""
+    if len(pos.recent) < SMOOTHING:
+        return ''
+    final = smoothed(pos.recent)
+    if final is None:
+        return f'the last {SMOOTHING} steps were all left out as not finite'
+    if final > unigram:
+        return f'the final smoothed loss {final:.3f} is above the unigram entropy {unigram:.3f}'
+    if pos.lowest is not None and final > pos.lowest + DIVERGED_BY:
+        return f'the final smoothed loss {final:.3f} is more than {DIVERGED_BY} above its earlier minimum {pos.lowest:.3f}'
+    return ''
+
+
+def unigram_entropy(counts: Any) -> float:
+    """Entropy in nats of the distribution that counts make: the loss of a model that knows frequencies and no context."""
+    total = sum(counts)
+    return -sum(c / total * math.log(c / total) for c in counts if c) if total else math.inf
+
+
+def run_dir(cfg: Config) -> Path:
+    return Path(cfg.run.dir) if cfg.run.dir else Path(cfg.run.root) / run_id(cfg)
+
+
+def flat(tree: dict[str, Any], at: str = '') -> dict[str, Any]:
+    """Nested dict -> dotted names."""
+    items = {}
+    for key, value in tree.items():
+        items |= flat(value, f'{at}{key}.') if isinstance(value, dict) else {at + key: value}
+    return items
+
+
+def check_resumable(then: Config, now: Config, folder: Path) -> None:
+    """Raise UserError where `now` would change what the run in `folder`, begun as `then`, computes; names each such field.
+
+    run.steps may grow or shrink only under schedule 'constant': every other schedule would have been another one from the first step.
+    """
+    old, new = flat(to_dict(then)), flat(to_dict(now))
+    free = RESUMABLE | {'run.steps'} if now.optim.schedule == then.optim.schedule == 'constant' else RESUMABLE
+    changed = [k for k in new if old[k] != new[k] and k not in free and k != 'name']
+    if not changed:
+        return
+    table = [('field', 'run', 'now'), *((k, json.dumps(old[k]), json.dumps(new[k])) for k in changed)]
+    wide = [max(len(row[i]) for row in table) for i in range(2)]
+    lines = '\n'.join(f'  {a:{wide[0]}}  {b:{wide[1]}}  {c}' for a, b, c in table)
+    why = "\nrun.steps may change only under optim.schedule = 'constant'" if 'run.steps' in changed else ''
+    raise UserError(f'{str(folder)!r} holds a run of another configuration:\n{lines}{why}\nrestore these values, or give another run.dir')
+
+
+def read_config(folder: Path) -> Config | None:
+    """The configuration of a run directory, None where there is none yet."""
+    path = folder / 'config.json'
+    tree = read_json(path)
+    if tree is None:
+        return None
+    try:
+        return from_dict(Config, tree)
+    except UserError as e:
+        raise BadData(f'{str(path)!r}: {e}') from e
+
+
+def write_config(folder: Path, cfg: Config) -> None:
+    """config.json, whole and re-runnable: run.dir is left out, so a copy of it starts a run of its own."""
+    write_json(folder / 'config.json', to_dict(edit(cfg, {'run.dir': None})))
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    tree = read_json(folder / 'outcome.json')
+    known = [f.name for f in dataclasses.fields(Outcome)]
+    return None if tree is None else Outcome(**{k: v for k, v in tree.items() if k in known}, dir=str(folder))
+
+
+def finished(cfg: Config, folder: Path) -> Outcome | None:
+    """The outcome of a run that has nothing left to do."""
+    done = read_outcome(folder)
+    if done is None or done.status not in ('completed', 'diverged') or (done.step < cfg.run.steps and not done.nonfinite):
+        return None
+    return dataclasses.replace(done, message=f'{folder} is already complete: {done.status} at step {done.step}')
+
+
+def read_json(path: Path) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text('utf-8'))
+    except ValueError as e:
+        raise BadData(f'{str(path)!r} is not JSON ({e}); remove it, or use another run.dir') from e
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """All or nothing: a reader never sees half a file."""
+    with disk_errors('write', path):
+        part = path.with_suffix('.part')
+        part.write_text(json.dumps(tree, indent=1, allow_nan=False) + '\n', 'utf-8')
+        part.replace(path)

@@ -1,0 +1,156 @@
+"""Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases where asked for."""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from spannorm_jax.checkpoint import disk_errors
+from spannorm_jax.errors import BadData, UserError
+
+Row = dict[str, Any]
+
+
+class Sink(Protocol):
+    def write(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """metrics.jsonl: one flat JSON object a line, `step` first; what is not finite is null. Sinks get every row too.
+
+    Opening it for a run that goes on at `step` drops later rows and a last line that a crash cut short: steps are never twice in it.
+    """
+
+    def __init__(self, path: Path, step: int = 0, sinks: Iterable[Sink] = ()):
+        self.path, self.sinks = path, list(sinks)
+        self.truncate(step)
+
+    def truncate(self, step: int) -> None:
+        """Forget all rows after `step`."""
+        self._close_file()
+        with disk_errors('write', self.path):
+            old = self.path.read_text('utf-8') if self.path.is_file() else ''
+            self.rows = [row for row in parse_rows(old, str(self.path)) if row['step'] <= step]
+            new = ''.join(map(dump_row, self.rows))
+            if new != old:
+                part = self.path.with_suffix('.part')
+                part.write_text(new, 'utf-8')
+                part.replace(self.path)
+            self.file = self.path.open('a', encoding='utf-8')
+
+    def take_back(self, step: int) -> Row:
+        """Remove and return the row of `step` if it is the last one, else a new row: to add what an interruption left out."""
+        if not self.rows or self.rows[-1]['step'] != step:
+            return {'step': step}
+        row = self.rows[-1]
+        self.truncate(step - 1)
+        return row
+
+    def write(self, row: Row) -> None:
+        row = {k: plain(v) for k, v in row.items()}
+        with disk_errors('write', self.path):
+            self.file.write(dump_row(row))
+            self.file.flush()
+        self.rows.append(row)
+        for sink in self.sinks:
+            sink.write(row)
+
+    def sync(self) -> None:
+        """Have the disk hold every row, before a checkpoint that relies on them."""
+        with disk_errors('write', self.path):
+            os.fsync(self.file.fileno())
+
+    def _close_file(self) -> None:
+        if hasattr(self, 'file'):
+            self.file.close()
+
+    def __enter__(self) -> 'MetricsFile':
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._close_file()
+        for sink in self.sinks:
+            sink.close()
+
+
+def dump_row(row: Row) -> str:
+    return json.dumps(row, allow_nan=False) + '\n'
+
+
+def parse_rows(text: str, name: str) -> list[Row]:
+    """Rows of a metrics file. A last line without its end is left out; any other bad line raises BadData with its number."""
+    rows = []
+    for i, line in enumerate(text.splitlines(keepends=True), 1):
+        try:
+            row = json.loads(line)
+            row['step'] + 0
+        except (ValueError, TypeError, KeyError) as e:
+            if not line.endswith('\n'):
+                break
+            raise BadData(f'{name!r}, line {i}: not a row of metrics ({e})') from None
+        if line.endswith('\n'):
+            rows.append(row)
+    return rows
+
+
+def plain(value: Any) -> Any:
+    """A JSON value: numbers and lists of numbers, None for what is not finite."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    array = np.asarray(value)
+    if array.ndim:
+        return [plain(v) for v in array.tolist()]
+    number = array.item()
+    return number if not isinstance(number, float) or math.isfinite(number) else None
+
+
+class TensorBoard:
+    """Scalars as they are; lists of length L as one scalar per layer."""
+
+    def __init__(self, folder: Path):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as e:
+            raise UserError("run.sinks has 'tensorboard', which needs tensorboardX: pip install 'spannorm-jax[track]'") from e
+        self.writer = SummaryWriter(str(folder))
+
+    def write(self, row: Row) -> None:
+        for key, value in row.items():
+            if isinstance(value, list):
+                for l, v in enumerate(value):
+                    if v is not None:
+                        self.writer.add_scalar(f'{key}/{l}', v, row['step'])
+            elif value is not None and key != 'step':
+                self.writer.add_scalar(key, value, row['step'])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """Rows as they are. The run's id is its directory's name, so that a resumed run goes on in the same W&B run."""
+
+    def __init__(self, name: str, config: dict[str, Any], folder: Path):
+        try:
+            import wandb
+        except ImportError as e:
+            raise UserError("run.sinks has 'wandb', which needs wandb: pip install 'spannorm-jax[track]'") from e
+        self.run = wandb.init(id=name, name=name, config=config, dir=str(folder), resume='allow')
+
+    def write(self, row: Row) -> None:
+        self.run.log({k: v for k, v in row.items() if k != 'step' and v is not None}, step=row['step'])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def open_sinks(names: Iterable[str], folder: Path, config: dict[str, Any]) -> list[Sink]:
+    """The sinks a config asks for. Raises UserError naming the extra that is missing."""
+    make = {'tensorboard': lambda: TensorBoard(folder / 'tensorboard'), 'wandb': lambda: WandB(folder.name, config, folder)}
+    return [make[name]() for name in names]

@@ -1,0 +1,254 @@
+"""`fit`: a configuration becomes a run directory. Trains, evaluates, saves, resumes, and says how it ended."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from spannorm_jax import plot, rundir, sharding
+from spannorm_jax.checkpoint import Checkpoints, disk_errors
+from spannorm_jax.config import Config, to_dict
+from spannorm_jax.data import check_vocab, open_data
+from spannorm_jax.errors import BadData, StorageError
+from spannorm_jax.host import Clock, Feed, Signals, use_compilation_cache
+from spannorm_jax.model import LM, infos
+from spannorm_jax.optim import make_optimizer
+from spannorm_jax.rundir import Outcome, Position
+from spannorm_jax.step import TrainState, abstract_state, evaluate, first_nonfinite, init_state, leaf_names, make_eval_step, make_step
+from spannorm_jax.track import MetricsFile, Row, Sink, open_sinks
+
+MAX_ROLLBACKS = 3
+EVALUATIONS = {'eval': 'validation', 'test': 'test'}  # group of metrics -> split
+Progress = Callable[[str, dict[str, Any]], None]
+"""progress(kind, data): 'prepare' {done, all}; 'message' {text}; 'step' {step, steps, loss}; 'row' a row of metrics.jsonl."""
+
+
+def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], bool] | None = None, corpus: Any = None) -> Outcome:
+    """Train, or go on with, the run that `cfg` describes, in `rundir.run_dir(cfg)`. A finished run is left as it is.
+
+    progress: told what happens (see Progress). stop(step): asked before each step; True saves and ends as 'preempted', as SIGTERM,
+    SIGUSR1 and the first Ctrl-C do. corpus: used instead of the one that `cfg.data` names.
+
+    Raises: UserError (config, mesh, vocabulary, a config changed on resume), BadData, MissingInput, StorageError.
+    """
+    tell = progress or (lambda kind, data: None)
+    folder = rundir.run_dir(cfg)
+    then = rundir.read_config(folder)
+    if then is not None:
+        rundir.check_resumable(then, cfg, folder)
+    if (done := rundir.finished(cfg, folder)) is not None:
+        tell('message', {'text': done.message})
+        return done
+    use_compilation_cache()
+    mesh = sharding.make_mesh(cfg.mesh)
+    sharding.check_batch(cfg, mesh)
+    if corpus is None:
+        corpus = open_data(cfg.data, progress=lambda n, total: tell('prepare', {'done': n, 'all': total}))
+    check_vocab(corpus.tokenizer, cfg.model.vocab)
+    with disk_errors('write', folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with jax.set_mesh(mesh), Signals() as signals, Checkpoints(folder / 'checkpoints', cfg.run.keep, cfg.run.keep_every) as checkpoints:
+        try:
+            run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop)
+            with run.log, run.feed:
+                outcome = train(run)
+            if checkpoints.wait() != outcome.step and not outcome.nonfinite:
+                raise StorageError(f'the checkpoint of step {outcome.step} did not reach {str(folder)!r}; look at the disk and run again')
+        except Exception as e:
+            Outcome('failed', checkpoints.latest() or 0, f'{type(e).__name__}: {e}'[:2000]).try_to_save(folder)
+            raise
+    outcome.save(folder)
+    with disk_errors('write', folder):
+        plot.save_loss_figure(folder / 'loss.png', run.log.rows, folder.name, {'unigrams': rundir.unigram_entropy(corpus.meta.unigram)})
+    tell('message', {'text': outcome.message})
+    return outcome
+
+
+class Run(NamedTuple):
+    """What stays the same while a run trains."""
+
+    cfg: Config
+    folder: Path
+    corpus: Any
+    mesh: jax.sharding.Mesh
+    checkpoints: Checkpoints
+    tell: Progress
+    stopping: Callable[[int], bool]
+    signalled: Callable[[], bool]
+    log: MetricsFile
+    feed: Feed
+    clock: Clock
+    names: list[str]  # of the gradients' leaves
+    make_state: Callable[[], TrainState]
+    abstract: TrainState
+    step: Callable
+    stats_step: Callable
+    eval_step: Callable
+
+
+def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
+    """Shardings, compiled steps and open files of a run."""
+    lm, tree = LM(cfg.model), infos(cfg.model)
+    optimizer = make_optimizer(cfg, tree)
+    shapes, whole = abstract_state(tree, optimizer), sharding.replicated(mesh)
+    params, notes = sharding.param_shardings(tree, mesh)
+    for note in notes:
+        tell('message', {'text': f'sharding: {note}'})
+    places = TrainState(whole, params, sharding.state_shardings(shapes.opt_state, shapes.params, params, mesh), whole)
+    abstract = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)
+    batch = sharding.abstract_batch((cfg.data.batch, cfg.data.seq), mesh)
+
+    def compiled(stats):
+        step = jax.jit(make_step(cfg, lm, optimizer, tree, stats), donate_argnums=0, out_shardings=(places, whole))
+        return step.lower(abstract, batch).compile()
+
+    begun = time.perf_counter()
+    step = compiled(False) if cfg.run.steps else None
+    stats_step = compiled(True) if cfg.run.steps and cfg.run.stats_every else step
+    tell('message', {'text': f'step compiled in {time.perf_counter() - begun:.1f} s'})
+    rundir.write_config(folder, cfg)
+    sinks = open_sinks(cfg.run.sinks, folder, to_dict(cfg))
+    return Run(
+        cfg, folder, corpus, mesh, checkpoints, tell, lambda step: signals.ask(stop, step), lambda: signals.seen,
+        MetricsFile(folder / 'metrics.jsonl', checkpoints.latest() or 0, sinks), Feed(cfg, corpus), Clock(cfg, mesh), leaf_names(cfg.model, tree), lambda: init_state(cfg, lm, optimizer, places), abstract, step, stats_step,
+        jax.jit(make_eval_step(cfg, lm), out_shardings=whole),
+    )  # fmt: skip
+
+
+def restore(run: Run) -> tuple[TrainState, Position]:
+    """The newest checkpoint, or the beginning. Raises BadData where the checkpoint is torn or of another model."""
+    latest = run.checkpoints.wait()
+    if latest is None:
+        return run.make_state(), Position()
+    meta = run.checkpoints.meta(latest)
+    then, now = meta['config']['model'], to_dict(run.cfg)['model']
+    if differ := [k for k in now if then.get(k) != now[k] and f'model.{k}' not in rundir.RESUMABLE]:
+        where = run.folder / 'checkpoints' / str(latest)
+        raise BadData(f'checkpoint {str(where)!r} is of another model (it differs in {", ".join(differ)}); use another run.dir')
+    pos = Position.from_meta(meta)
+    state = run.checkpoints.restore(latest, run.abstract)
+    step, stopped = jax.device_put((jnp.int32(pos.step), jnp.zeros((), bool)), run.abstract.step.sharding)
+    run.tell('message', {'text': f'going on from the checkpoint of step {pos.step}'})
+    return state._replace(step=step, stopped=stopped), pos
+
+
+def train(run: Run) -> Outcome:
+    """From boundary to boundary (evaluation, checkpoint, end, interruption). At a boundary all launched steps are accounted for."""
+    cfg, saved = run.cfg.run, run.checkpoints.latest()
+    state, pos = restore(run)
+    row = run.log.take_back(pos.step)
+    while True:
+        end, interrupted = pos.step >= cfg.steps, run.stopping(pos.step)
+        groups = ('eval', 'test') if end else ('eval',) if due(cfg.eval_every, pos.step) else ()
+        for group in groups:
+            if not interrupted and f'{group}/loss' not in row:
+                found = held_out(run, state.params, group)
+                row, interrupted = row | found, not found
+        write_row(run, row, always=bool(groups))
+        if saved != pos.step and (end or interrupted or due(cfg.checkpoint_every, pos.step)):
+            run.log.sync()  # first the rows, then the checkpoint that says they are there
+            run.checkpoints.save(pos.step, state, {'config': to_dict(run.cfg), 'corpus': run.corpus.hash} | dataclasses.asdict(pos))
+            saved = pos.step
+        if interrupted:
+            return ended(run, 'preempted', pos, 'interrupted: run the same command again to go on')
+        if end:
+            why = rundir.diverged(pos, rundir.unigram_entropy(run.corpus.meta.unigram))
+            return ended(run, 'diverged' if why else 'completed', pos, why)
+        state, pos, row, bad = advance(run, state, pos)
+        if bad is not None:
+            name, reason = blame(run, state, pos, bad)
+            if cfg.nonfinite == 'stop' or pos.rollbacks == MAX_ROLLBACKS:
+                run.log.write(row)
+                return ended(run, 'diverged', pos, reason, name)
+            run.tell('message', {'text': f'{reason}; going back, and leaving out the data up to here'})
+            leave_out, rollbacks = pos.batch + 1, pos.rollbacks + 1
+            state, pos = restore(run)
+            pos = dataclasses.replace(pos, batch=leave_out, rollbacks=rollbacks)
+            run.log.truncate(pos.step)
+            row, saved = run.log.take_back(pos.step), run.checkpoints.latest()
+
+
+def advance(run: Run, state: TrainState, pos: Position) -> tuple[TrainState, Position, Row, dict[str, Any] | None]:
+    """At least one step, and on to the next boundary. Rows are written, but for the last, to which an evaluation may add.
+
+    Nothing waits for the step just launched: its metrics are fetched once the next one is under way. The last result is the metrics
+    of a step that was not finite, where the policy is not to skip it; no step after it has been applied.
+    """
+    cfg, pending, offset = run.cfg.run, None, pos.batch - pos.step
+    row, bad = {'step': pos.step}, None
+    begin, target = pos.step, min([cfg.steps, *(pos.step // n * n + n for n in (cfg.eval_every, cfg.checkpoint_every) if n)])
+    run.clock.restart()
+    for launched in range(begin, target):
+        if launched > begin and run.stopping(launched):
+            break
+        run.checkpoints.poll()
+        step = run.stats_step if due(cfg.stats_every, launched + 1) else run.step
+        state, metrics = step(state, sharding.put_batch(run.feed.take(launched + offset), run.mesh))
+        if pending is not None:
+            pos, row, bad = settle(run, pos, pending)
+            if bad is not None:
+                return state, pos, row, bad
+            write_row(run, row)
+        pending = metrics
+    return state, *settle(run, pos, pending)
+
+
+def settle(run: Run, pos: Position, metrics: Any) -> tuple[Position, Row, dict[str, Any] | None]:
+    """Fetch the metrics of one step: the position after it and its row, or its metrics where it was not finite."""
+    m = jax.device_get(metrics)
+    applied, loss, tokens = bool(m.pop('applied')), float(m['loss']), int(m.pop('tokens'))
+    bad = m if not applied and run.cfg.run.nonfinite != 'skip' else None
+    new = pos.after(loss, tokens, applied)
+    row = {'step': new.step} | {k if '/' in k else f'train/{k}': v for k, v in m.items() if k != 'bad'} | {'train/tokens': new.tokens}
+    if run.cfg.run.nonfinite == 'skip':
+        row['train/skipped'] = new.skipped
+    row |= run.clock.lap(tokens)
+    run.tell('step', {'step': new.step, 'steps': run.cfg.run.steps, 'loss': loss})
+    return (new if bad is None else pos), row, bad
+
+
+def write_row(run: Run, row: Row, always: bool = False) -> None:
+    cfg, step = run.cfg.run, row['step']
+    if len(row) > 1 and (always or due(cfg.log_every, step) or due(cfg.stats_every, step)):
+        run.log.write(row)
+        run.clock.restart()
+        run.tell('row', row)
+
+
+def held_out(run: Run, params: Any, group: str) -> Row:
+    """Metrics of one evaluation; empty where a signal came in between."""
+    cfg = run.cfg
+    rows = cfg.data.batch // cfg.optim.accumulate
+    data = run.corpus.eval_batches(EVALUATIONS[group], rows, cfg.data.seq, cfg.run.eval_tokens)
+    batches = data.batches(jax.process_index(), jax.process_count())
+    try:
+        found = evaluate(run.eval_step, params, (sharding.put_batch(b, run.mesh) for b in batches), data.bytes, run.signalled)
+    finally:
+        batches.close()
+    return {} if found is None else {f'{group}/loss': found.loss, f'{group}/bits_per_byte': found.bits_per_byte}
+
+
+def blame(run: Run, state: TrainState, pos: Position, bad: dict[str, Any]) -> tuple[str, str]:
+    """Name of the first tensor that is not finite, and a sentence. The update was not applied, so a bad weight was bad before."""
+    weight = first_nonfinite(run.cfg.model, run.names, state.params)
+    name = weight or (run.names[bad['bad']] if bad['bad'] >= 0 else 'loss' if not math.isfinite(bad['loss']) else 'update')
+    what = (
+        f'weight {name} is not finite' if weight else f'first in the gradient: {name}' if bad['bad'] >= 0 else f'the {name} is not finite'
+    )
+    return name, f'step {pos.step + 1} (batch {pos.batch}): loss {float(bad["loss"])}, gradient norm {float(bad["grad_norm"])}; {what}'
+
+
+def ended(run: Run, status: str, pos: Position, reason: str, first: str | None = None) -> Outcome:
+    text = f'{run.folder}: {status} at step {pos.step}' + (f': {reason}' if reason else '')
+    last = {k: v for row in run.log.rows[-1:] for k, v in row.items() if k in ('train/loss', 'eval/loss', 'test/loss') and v is not None}
+    text += ''.join(f', {k} {v:.4f}' for k, v in last.items())
+    return Outcome(status, pos.step, reason, first, pos.skipped, pos.rollbacks, str(run.folder), text)
+
+
+def due(every: int, step: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0
