@@ -100,7 +100,7 @@ def test_splits_are_90_5_5_by_hash():
 KILLED = """
 import sys
 from spannorm_jax.data import prepare, sources
-sources.TASK_BYTES = 40_000
+sources.TASK_BYTES = 10_000
 if __name__ == '__main__':
     prepare(sys.argv[1], sys.argv[2], workers=int(sys.argv[3]), progress=lambda done, whole: print(done, flush=True))
 """
@@ -108,8 +108,8 @@ if __name__ == '__main__':
 
 @pytest.mark.parametrize('workers', [1, 2])
 def test_killed_and_run_again_gives_the_same_folder(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(sources, 'TASK_BYTES', 40_000)
-    source = write_corpus(tmp_path / 'in', files=8, lines=4000)
+    monkeypatch.setattr(sources, 'TASK_BYTES', 10_000)
+    source = write_corpus(tmp_path / 'in', files=4, lines=2000)
     (tmp_path / 'run.py').write_text(KILLED)
     command = [sys.executable, str(tmp_path / 'run.py'), str(source), str(tmp_path / 'out'), str(workers)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
@@ -194,9 +194,9 @@ except StorageError as e:
 """
 
 
-@pytest.mark.parametrize('limit', [10_000, 200_000])
+@pytest.mark.parametrize('limit', [10_000, 100_000])
 def test_full_disk_is_a_storage_error_and_rerunning_mends_it(tmp_path, limit):
-    source = write_corpus(tmp_path / 'in', files=2, lines=3000)
+    source = write_corpus(tmp_path / 'in', files=2, lines=1500)
     command = [sys.executable, '-c', FULL_DISK, str(source), str(tmp_path / 'out'), str(limit)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert run.stdout.startswith('storage error:'), run.stderr

@@ -72,8 +72,10 @@ class Corpus:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Loaded from the folder itself, so that it is there wherever the folder is."""
-        file = self.meta.tokenizer['file']
-        return load_tokenizer(str(self.folder / file) if file else self.meta.tokenizer['name'])
+        file, name = self.meta.tokenizer['file'], self.meta.tokenizer['name']
+        tok = load_tokenizer(str(self.folder / file) if file else name)
+        tok.name = name
+        return tok
 
     def rows(self, seq: int) -> int:
         """Rows of an epoch of the train split: whole windows of `seq` tokens (a rest shorter than one is left out).

@@ -188,7 +188,7 @@ class _Shard:
         self.writers: dict[str, BlockWriter] = {}
         self.ends: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.counts = {split: {'documents': 0, 'tokens': 0, 'bytes': 0} for split in SPLITS}
-        self.unigram, self.empty = np.zeros(tok.vocab, np.int64), 0
+        self.empty = 0
         self.files = {name: open(self.temporary / name, 'wb') for name in (*SPLITS, 'hashes')}
 
     def add(self, doc) -> None:
@@ -197,18 +197,15 @@ class _Shard:
             return
         digest = hashlib.sha256(doc.data).digest()
         split, ids = split_of(digest), self.tok.encode(doc.text)
-        if len(ids) and ((ids == self.tok.bos) | (ids == self.tok.eos) | (ids >= self.tok.vocab)).any():
+        if len(ids) and (ids.max() >= self.tok.vocab or (ids == self.tok.bos).any() or (ids == self.tok.eos).any()):
             raise BadData(f'{doc.where()}: tokenizer {self.tok.name!r} made its own BOS or EOS, or an unknown id, out of text')
         if split not in self.writers:
-            self.writers[split] = BlockWriter(self.temporary / f'{split}.array_record', self.dtype)
+            self.writers[split] = BlockWriter(self.temporary / f'{split}.array_record', self.dtype, self.tok.vocab)
         self.writers[split].append(np.concatenate([[self.tok.bos], ids]))
         count = self.counts[split]
         count['documents'] += 1
         count['tokens'] += len(ids) + 1
         count['bytes'] += len(doc.data)
-        if split == 'train':
-            self.unigram += np.bincount(ids, minlength=self.tok.vocab)
-            self.unigram[self.tok.eos] += 1
         self.files[split].write(np.array([count['tokens'], len(doc.data)], '<i8').tobytes())
         self.files['hashes'].write(digest)
 
@@ -219,7 +216,8 @@ class _Shard:
         for name, file in self.files.items():
             file.close()
             os.replace(self.temporary / name, self.folder / WORK / f'{self.index:05d}.{name}')
-        result = {'counts': self.counts, 'empty': self.empty, 'unigram': self.unigram.tolist()}
+        train = self.writers.get('train')
+        result = {'counts': self.counts, 'empty': self.empty, 'written': train.counts.tolist() if train else []}
         _write(self.folder / WORK / f'{self.index:05d}.json', json.dumps(result))
 
     def discard(self) -> None:
@@ -243,12 +241,15 @@ def _finish(folder: Path, found: sources.Source, tok: Tokenizer, key: str, resul
                 for table in _chunks(work / f'{i:05d}.{split}', '<i8', 2):
                     out.write((table + np.array([start, 0])).astype('<i8').tobytes())
                 start += count['tokens']
+    unigram = np.sum([r['written'] for r in results if r['written']] or [[0] * tok.vocab], axis=0)
+    if tok.bos != tok.eos:  # as a target, a document's start is the end of the one before
+        unigram[tok.eos], unigram[tok.bos] = unigram[tok.bos], 0
     total = sum(s.documents for s in splits.values())
     if not total:
         raise BadData(f'source {found.name!r} holds no text: every document is empty')
     digest, duplicates = _hashes([work / f'{i:05d}.hashes' for i in range(len(results))], work / 'sorted', total)
-    for file in tok.files:
-        shutil.copyfile(file, folder / file.name)
+    for name, path in tok.files.items():
+        shutil.copyfile(path, folder / name)
     meta = Meta(
         version=VERSION,
         key=key,
@@ -260,7 +261,7 @@ def _finish(folder: Path, found: sources.Source, tok: Tokenizer, key: str, resul
             'vocab': tok.vocab,
             'bos': tok.bos,
             'eos': tok.eos,
-            'file': tok.files[0].name if tok.files else None,
+            'file': next(iter(tok.files), None),
         },
         dtype='<u2' if tok.vocab <= 1 << 16 else '<u4',
         block=BLOCK,
@@ -268,7 +269,7 @@ def _finish(folder: Path, found: sources.Source, tok: Tokenizer, key: str, resul
         empty=sum(r['empty'] for r in results),
         skipped_files=found.skipped,
         splits=splits,
-        unigram=np.sum([r['unigram'] for r in results], axis=0).tolist(),
+        unigram=unigram.tolist(),
     )
     _write(folder / 'meta.json', meta.to_json())
 

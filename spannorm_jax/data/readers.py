@@ -49,7 +49,7 @@ def documents(piece: Piece, text_field: str) -> Iterator[Document]:
     return _READERS[piece.kind](piece, text_field)
 
 
-def cut(read: Callable[[int], bytes], limit: int = DOCUMENT_BYTES) -> Iterator[bytes]:
+def cut(read: Callable[[int], bytes], limit: int) -> Iterator[bytes]:
     """Parts of at most `limit` bytes of a byte stream: after the last line end that fits, else between characters."""
     held = b''
     while True:
@@ -125,7 +125,7 @@ class _ZstdFile(io.RawIOBase):
 def _text(piece: Piece, text_field: str) -> Iterator[Document]:
     with opened(piece.path) as f:
         at = 0
-        for data in cut(f.read):
+        for data in cut(f.read, DOCUMENT_BYTES):
             if at == 0 and data.startswith(BOM):  # an encoding mark, not text
                 at, data = len(BOM), data[len(BOM) :]
             if (nul := data.find(b'\0')) >= 0:
@@ -197,7 +197,7 @@ def _record(record: Any, text_field: str, where: Callable[[], str]) -> Iterator[
         raise BadData(f'{where()}: field {text_field!r} is not text that UTF-8 can hold: {e}') from None
     if len(data) > RECORD_BYTES:
         raise BadData(f'{where()}: field {text_field!r} is longer than {RECORD_BYTES >> 20} MiB; split the record')
-    parts = [data] if len(data) <= DOCUMENT_BYTES else cut(io.BytesIO(data).read)
+    parts = [data] if len(data) <= DOCUMENT_BYTES else cut(io.BytesIO(data).read, DOCUMENT_BYTES)
     for part in parts:
         yield Document(part.decode('utf-8'), part, where)
 

@@ -89,10 +89,11 @@ def read_meta(folder: Path) -> Meta:
 
 
 class BlockWriter:
-    """Appends token arrays to one ArrayRecord file as blocks of BLOCK tokens."""
+    """Appends token arrays to one ArrayRecord file as blocks of BLOCK tokens; `counts` is how often each id was written."""
 
-    def __init__(self, path: Path, dtype: str):
+    def __init__(self, path: Path, dtype: str, vocab: int):
         self.dtype, self.held, self.held_tokens, self.tokens = dtype, [], 0, 0
+        self.counts = np.zeros(vocab, np.int64)
         self.path, self.out = path, ArrayRecordWriter(str(path), WRITE_OPTIONS)
 
     def append(self, ids: np.ndarray) -> None:
@@ -103,6 +104,7 @@ class BlockWriter:
 
     def _flush(self, upto: int) -> None:
         stream = np.concatenate(self.held) if self.held else np.zeros(0, self.dtype)
+        self.counts += np.bincount(stream[:upto], minlength=len(self.counts))
         with self._failing_as_storage():
             for lo in range(0, upto, BLOCK):
                 self.out.write(stream[lo : min(lo + BLOCK, upto)].tobytes())

@@ -22,11 +22,11 @@ class Tokenizer:
     """What the rest of the package sees of a tokenizer.
 
     Attributes: name (spec it was loaded from, without folders), fingerprint (sha256 of what defines it), vocab (ids are
-    0..vocab-1), bos, eos, files (what a prepared folder must copy to be self-contained).
+    0..vocab-1), bos, eos, files (what a prepared folder must copy to be self-contained, by the name it gets there).
     """
 
-    def __init__(self, name: str, fingerprint: str, vocab: int, bos: int, eos: int, files: tuple[Path, ...] = ()):
-        self.name, self.fingerprint, self.vocab, self.bos, self.eos, self.files = name, fingerprint, vocab, bos, eos, files
+    def __init__(self, name: str, fingerprint: str, vocab: int, bos: int, eos: int, files: dict[str, Path] | None = None):
+        self.name, self.fingerprint, self.vocab, self.bos, self.eos, self.files = name, fingerprint, vocab, bos, eos, files or {}
 
     def encode(self, text: str) -> np.ndarray:
         """Integer ids (n,) of the text alone: no BOS, no EOS, special-token text taken as ordinary text."""
@@ -72,7 +72,7 @@ class SentencePieceTokenizer(Tokenizer):
         if eos < 0:
             raise UserError(f'tokenizer {name!r} has no EOS symbol; train it with eos_id >= 0')
         vocab = self.model.vocab_size()
-        super().__init__(name, hashlib.sha256(data).hexdigest(), vocab, bos if bos >= 0 else eos, eos, (path,))
+        super().__init__(name, hashlib.sha256(data).hexdigest(), vocab, bos if bos >= 0 else eos, eos, {'tokenizer.model': path})
         self.pieces = [self._piece(i) for i in range(vocab)]
         # Most models put a space before the first word of what they encode; decoding takes it off again.
         self.dummy_prefix = self.pieces[self.model.encode('a')[0]].startswith(b' ')
@@ -114,7 +114,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if eos is None:
             raise UserError(f'tokenizer {name!r}: no EOS token found; name it in {str(config)!r} as "eos_token"')
         digest = hashlib.sha256(data + json.dumps([bos, eos]).encode()).hexdigest()
-        files = (path, config) if config.is_file() else (path,)
+        files = {'tokenizer.json': path} | ({config.name: config} if config.is_file() else {})
         super().__init__(name, digest, max(ids.values()) + 1, eos if bos is None else bos, eos, files)
 
     @staticmethod
