@@ -78,7 +78,7 @@ class Clock:
         self.begun, self.steps, self.tokens = time.perf_counter(), 0, 0
 
     def lap(self, tokens: int) -> dict[str, float | None]:
-        """One more step is done: real tokens per second, ms per step, and MFU = tokens/s * flops_per_token / peak, of all since `restart`."""
+        """One more step is done: tokens/s, ms per step, and MFU = tokens/s * flops_per_token / peak, since `restart`."""
         self.steps, self.tokens = self.steps + 1, self.tokens + tokens
         seconds = max(time.perf_counter() - self.begun, 1e-9)
         speed = self.tokens / seconds

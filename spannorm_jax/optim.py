@@ -49,6 +49,13 @@ def decays(cfg: OptimConfig, role: str) -> bool:
     return role in cfg.decay_roles and role != FROZEN
 
 
+def rule(cfg: OptimConfig, role: str) -> str:
+    """What moves a parameter of this role: adam, muon or none."""
+    if role == FROZEN:
+        return 'none'
+    return 'muon' if cfg.optimizer == 'muon' and role in MUON_ROLES else 'adam'
+
+
 def make_optimizer(cfg: Config, infos: Any) -> optax.GradientTransformationExtraArgs:
     """Clip by global norm, AdamW or Muon by role, decoupled decay, learning rate.
 
@@ -56,10 +63,7 @@ def make_optimizer(cfg: Config, infos: Any) -> optax.GradientTransformationExtra
     that a step left out does not shift the schedule. `infos` is the parameter tree with a Param in place of each array.
     """
     opt = cfg.optim
-    muon = _by_param(lambda p: opt.optimizer == 'muon' and p.role in MUON_ROLES, infos)
-    labels = _by_param(
-        lambda p: 'none' if p.role == FROZEN else 'muon' if opt.optimizer == 'muon' and p.role in MUON_ROLES else 'adam', infos
-    )
+    labels = _by_param(lambda p: rule(opt, p.role), infos)
     directions = {'adam': optax.scale_by_adam(opt.beta1, opt.beta2, opt.eps), 'none': optax.set_to_zero()}
     if opt.optimizer == 'muon':
         directions['muon'] = scale_by_muon(infos)
@@ -67,7 +71,7 @@ def make_optimizer(cfg: Config, infos: Any) -> optax.GradientTransformationExtra
 
     def scale(updates, state, params=None, *, step, **_):
         adam_lr, muon_lr = (rate(step) for rate in rates)
-        return jax.tree.map(lambda u, is_muon: -(muon_lr if is_muon else adam_lr) * u, updates, muon), state
+        return jax.tree.map(lambda u, label: -(muon_lr if label == 'muon' else adam_lr) * u, updates, labels), state
 
     return optax.chain(
         optax.clip_by_global_norm(opt.clip) if opt.clip else optax.identity(),

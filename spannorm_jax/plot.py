@@ -15,8 +15,8 @@ SMOOTHING = 20  # steps, as in the rule of divergence
 def loss_figure(rows: Sequence[dict[str, Any]], title: str = '', baselines: dict[str, float] | None = None) -> Figure:
     """Training loss (each step, and the mean of the last 20 rows), held-out points and horizontal baselines over the step.
 
-    rows: as in metrics.jsonl. baselines: name -> nats per token. The axis follows the smoothed curve and what is held out, so a spike or the first
-    steps do not flatten it.
+    rows: as in metrics.jsonl. baselines: name -> nats per token. The axis follows the smoothed curve and what is held out, so a
+    spike or the first steps do not flatten it.
     """
     fig = Figure(figsize=(7.2, 4.2), dpi=150, layout='constrained')
     FigureCanvasAgg(fig)

@@ -19,9 +19,9 @@ NONFINITE_EXIT = 70
 
 # Fields that may change when a run goes on: they say how it is computed, watched and kept, not what it computes.
 RESUMABLE = {
-    'data.workers', 'data.cache', 'mesh.data', 'mesh.fsdp', 'mesh.tensor', 'mesh.devices', 'mesh.platform', 'model.remat', 'model.scan_unroll',
-    'optim.loss_chunk', 'run.root', 'run.dir', 'run.sinks', 'run.log_every', 'run.stats_every', 'run.eval_every', 'run.checkpoint_every',
-    'run.keep', 'run.keep_every',
+    'data.workers', 'data.cache', 'mesh.data', 'mesh.fsdp', 'mesh.tensor', 'mesh.devices', 'mesh.platform', 'model.remat',
+    'model.scan_unroll', 'optim.loss_chunk', 'run.root', 'run.dir', 'run.sinks', 'run.log_every', 'run.stats_every', 'run.eval_every',
+    'run.checkpoint_every', 'run.keep', 'run.keep_every',
 }  # fmt: skip
 
 
@@ -73,8 +73,8 @@ class Position:
         recent = (*self.recent, loss if applied else None)[-SMOOTHING:]
         now = smoothed(recent)
         lowest = self.lowest if now is None else now if self.lowest is None else min(now, self.lowest)
-        return dataclasses.replace(
-            self, step=self.step + 1, batch=self.batch + 1, tokens=self.tokens + tokens, skipped=self.skipped + (not applied), recent=recent, lowest=lowest
+        return Position(
+            self.step + 1, self.batch + 1, self.tokens + tokens, self.skipped + (not applied), self.rollbacks, recent, lowest
         )  # fmt: skip
 
     @classmethod

@@ -20,7 +20,7 @@ from spannorm_jax.model import LM, infos
 from spannorm_jax.optim import make_optimizer
 from spannorm_jax.rundir import Outcome, Position
 from spannorm_jax.step import TrainState, abstract_state, evaluate, first_nonfinite, init_state, leaf_names, make_eval_step, make_step
-from spannorm_jax.track import MetricsFile, Row, Sink, open_sinks
+from spannorm_jax.track import MetricsFile, Row, open_sinks
 
 MAX_ROLLBACKS = 3
 EVALUATIONS = {'eval': 'validation', 'test': 'test'}  # group of metrics -> split
@@ -112,12 +112,26 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
     stats_step = compiled(True) if cfg.run.steps and cfg.run.stats_every else step
     tell('message', {'text': f'step compiled in {time.perf_counter() - begun:.1f} s'})
     rundir.write_config(folder, cfg)
-    sinks = open_sinks(cfg.run.sinks, folder, to_dict(cfg))
+    log = MetricsFile(folder / 'metrics.jsonl', checkpoints.latest() or 0, open_sinks(cfg.run.sinks, folder, to_dict(cfg)))
     return Run(
-        cfg, folder, corpus, mesh, checkpoints, tell, lambda step: signals.ask(stop, step), lambda: signals.seen,
-        MetricsFile(folder / 'metrics.jsonl', checkpoints.latest() or 0, sinks), Feed(cfg, corpus), Clock(cfg, mesh), leaf_names(cfg.model, tree), lambda: init_state(cfg, lm, optimizer, places), abstract, step, stats_step,
-        jax.jit(make_eval_step(cfg, lm), out_shardings=whole),
-    )  # fmt: skip
+        cfg=cfg,
+        folder=folder,
+        corpus=corpus,
+        mesh=mesh,
+        checkpoints=checkpoints,
+        tell=tell,
+        stopping=lambda step: signals.ask(stop, step),
+        signalled=lambda: signals.seen,
+        log=log,
+        feed=Feed(cfg, corpus),
+        clock=Clock(cfg, mesh),
+        names=leaf_names(cfg.model, tree),
+        make_state=lambda: init_state(cfg, lm, optimizer, places),
+        abstract=abstract,
+        step=step,
+        stats_step=stats_step,
+        eval_step=jax.jit(make_eval_step(cfg, lm), out_shardings=whole),
+    )
 
 
 def restore(run: Run) -> tuple[TrainState, Position]:
@@ -235,12 +249,16 @@ def held_out(run: Run, params: Any, group: str) -> Row:
 
 def blame(run: Run, state: TrainState, pos: Position, bad: dict[str, Any]) -> tuple[str, str]:
     """Name of the first tensor that is not finite, and a sentence. The update was not applied, so a bad weight was bad before."""
-    weight = first_nonfinite(run.cfg.model, run.names, state.params)
-    name = weight or (run.names[bad['bad']] if bad['bad'] >= 0 else 'loss' if not math.isfinite(bad['loss']) else 'update')
-    what = (
-        f'weight {name} is not finite' if weight else f'first in the gradient: {name}' if bad['bad'] >= 0 else f'the {name} is not finite'
-    )
-    return name, f'step {pos.step + 1} (batch {pos.batch}): loss {float(bad["loss"])}, gradient norm {float(bad["grad_norm"])}; {what}'
+    loss, norm = float(bad['loss']), float(bad['grad_norm'])
+    if name := first_nonfinite(run.cfg.model, run.names, state.params):
+        what = f'weight {name} is not finite'
+    elif bad['bad'] >= 0:
+        name = run.names[bad['bad']]
+        what = f'the first gradient that is not finite is that of {name}'
+    else:
+        name = 'loss' if not math.isfinite(loss) else 'update'
+        what = f'the {name} is not finite'
+    return name, f'step {pos.step + 1} (batch {pos.batch}): loss {loss}, gradient norm {norm}; {what}'
 
 
 def ended(run: Run, status: str, pos: Position, reason: str, first: str | None = None) -> Outcome:
