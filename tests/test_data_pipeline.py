@@ -8,12 +8,14 @@ import pickle
 import re
 import shutil
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from spannorm_jax.config import DataConfig
-from spannorm_jax.data import open_data, prepare
+from spannorm_jax.data import open_data, pipeline, prepare
 from spannorm_jax.data.prepare import split_of
 from spannorm_jax.data.shuffle import row_of
 from spannorm_jax.data.store import Stream
@@ -92,11 +94,13 @@ def test_an_epoch_is_every_row_once_and_each_row_is_the_oracles(corpus):
     assert all(a.dtype == np.int32 for a in flat.values())
 
 
-def test_any_start_and_an_epoch_edge(corpus):
+@pytest.mark.parametrize('group', [1, 3 * B * T, 1 << 15])
+def test_any_start_and_an_epoch_edge(corpus, monkeypatch, group):
     rows = corpus.rows(T)
     edge = rows // B  # the batch that straddles the end of epoch 0
     assert rows % B, 'the case must straddle'
     whole = first(corpus.train_batches(B, T, seed=0), edge + 4)
+    monkeypatch.setattr(pipeline, 'GROUP_TOKENS', group)
     for start in (0, 1, 7, edge - 1, edge, edge + 1):
         same(first(corpus.train_batches(B, T, seed=0, start=start), 3), whole[start : start + 3])
     assert [corpus.epoch_of(k, B, T) for k in (0, edge, edge + 1)] == [0, 0, 1]
@@ -114,7 +118,9 @@ def test_hosts_together_make_the_global_batch(corpus, hosts):
     same(joined, whole)
 
 
-def test_worker_processes_keep_the_order(corpus):
+def test_worker_processes_keep_the_order_beside_a_running_jax(corpus, monkeypatch):
+    monkeypatch.setattr(pipeline, 'GROUP_TOKENS', 2 * B * T)  # several groups, so both workers have a part in it
+    assert jax.jit(jnp.sum)(jnp.ones(3)) == 3  # its threads are what forked workers would hang on
     whole = first(corpus.train_batches(B, T, seed=0, start=3), 7)
     same(first(corpus.train_batches(B, T, seed=0, start=3, workers=2), 7), whole)
 

@@ -6,10 +6,11 @@ of the whole iterator is the integer k: nothing is packed, buffered or skipped t
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from spannorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from spannorm_jax.errors import BadData, MissingInput, UserError
 
 Batch = dict[str, np.ndarray]
+GROUP_TOKENS = 1 << 15  # made at a time
 
 
 def open_data(cfg: DataConfig, progress: Progress | None = None) -> 'Corpus':
@@ -108,9 +110,8 @@ class Corpus:
 
         Raises: UserError (batch does not divide over the processes), BadData (from here or from `next`, naming the place).
         """
-        mine = _share(batch, process_index, process_count)
-        make = _TrainBatch(Stream(self.folder, 'train', self.meta), self.rows(seq), batch, seq, seed, mine)
-        return Batches(make, start, sys.maxsize, workers)
+        make = _TrainRows(Stream(self.folder, 'train', self.meta), self.rows(seq), seq, seed)
+        return Batches(make, batch, _share(batch, process_index, process_count), start, sys.maxsize, workers)
 
     def eval_batches(self, split: str, batch: int, seq: int, max_tokens: int | None = None) -> 'EvalSet':
         """The first whole documents of a split, up to `max_tokens` tokens (at least one document, however long).
@@ -131,40 +132,63 @@ class Corpus:
 
 
 class Batches(Iterator[Batch]):
-    """Iterator over batches make(k), k = start, start + 1, ...; prefetches in threads, or in worker processes.
+    """Iterator over global batches start, start + 1, ... below stop; prefetches in a thread, or in worker processes.
 
     `k` is the global batch that `next` will give: all there is to save. Close it, or use it as a context manager.
     """
 
-    def __init__(self, make: Callable[[int], Batch], start: int, stop: int, workers: int = 0):
+    def __init__(self, make: 'MakeRows', batch: int, mine: slice, start: int, stop: int, workers: int = 0):
         # Imported here: it takes seconds, which `prepare`, its workers and `--help` need not wait for.
         import grain
         from absl import flags
 
         self.k = start
-        data = grain.MapDataset.range(start, stop).map(make)
+        group = max(1, GROUP_TOKENS // (batch * make.seq))
+        groups = grain.MapDataset.range(-(-(stop - start) // group)).map(_Group(make, batch, mine, start, stop, group))
         # One thread keeps ahead of any model; more of them only contend for the interpreter lock.
-        data = data.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8))
+        data = groups.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
         if workers:
             if not flags.FLAGS.is_parsed():  # grain reads absl flags, which a program without absl never parses
                 flags.FLAGS.mark_as_parsed()
-            options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=4)
+            options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
             data = data.mp_prefetch(options, worker_init_fn=_keep_off_devices)
-        self.batches = iter(data)
+        self.groups, self.ready = iter(data), iter(())
 
     def __next__(self) -> Batch:
-        batch = next(self.batches)
+        batch = next(self.ready, None)
+        if batch is None:
+            group = next(self.groups)
+            self.ready = (dict(zip(group, arrays, strict=True)) for arrays in zip(*group.values(), strict=True))
+            batch = next(self.ready)
         self.k += 1
         return batch
 
     def close(self) -> None:
-        self.batches.close()
+        self.groups.close()
 
     def __enter__(self) -> 'Batches':
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+@dataclass
+class _Group:
+    """j -> batches start + j group, ... stacked, (group, b, T): small batches would cost more to hand over than to make."""
+
+    make: 'MakeRows'
+    batch: int
+    mine: slice
+    start: int
+    stop: int
+    group: int
+
+    def __call__(self, j: int) -> Batch:
+        first = self.start + j * self.group
+        batches = range(first, min(first + self.group, self.stop))
+        rows = [k * self.batch + r for k in batches for r in range(self.batch)[self.mine]]
+        return {name: a_RT.reshape(len(batches), -1, self.make.seq) for name, a_RT in self.make(rows).items()}
 
 
 def _share(batch: int, process_index: int, process_count: int) -> slice:
@@ -179,20 +203,24 @@ def _keep_off_devices(index: int, count: int) -> None:
     os.environ['JAX_PLATFORMS'] = 'cpu'  # a reader never computes; were JAX started there, it must not take the accelerator
 
 
-@dataclass
-class _TrainBatch:
-    """k -> this process's part of global batch k."""
+class MakeRows(Protocol):
+    """Places in the endless order of rows -> those rows, (R, seq) each."""
 
+    seq: int
+
+    def __call__(self, rows: list[int]) -> Batch: ...
+
+
+@dataclass
+class _TrainRows:
     stream: Stream
-    rows: int
-    batch: int
+    per_epoch: int
     seq: int
     seed: int
-    mine: slice
 
-    def __call__(self, k: int) -> Batch:
-        at = range(k * self.batch, (k + 1) * self.batch)[self.mine]
-        starts = [row_of(self.seed, i // self.rows, i % self.rows, self.rows) * self.seq for i in at]
+    def __call__(self, rows: list[int]) -> Batch:
+        n = self.per_epoch
+        starts = [row_of(self.seed, i // n, i % n, n) * self.seq for i in rows]
         return make_batch(self.stream.windows(starts, self.seq + 1), self.stream.meta)
 
 
@@ -232,20 +260,20 @@ class EvalSet:
 
     def batches(self, process_index: int = 0, process_count: int = 1) -> Batches:
         """The same batches each time, (batch / process_count, seq); what is missing from the last has segments 0 and targets 0."""
-        return Batches(_EvalBatch(self, _share(self.batch, process_index, process_count)), 0, len(self))
+        make = _EvalRows(self.stream, self.seq, self.tokens)
+        return Batches(make, self.batch, _share(self.batch, process_index, process_count), 0, len(self))
 
 
 @dataclass
-class _EvalBatch:
-    data: EvalSet
-    mine: slice
+class _EvalRows:
+    stream: Stream
+    seq: int
+    tokens: int
 
-    def __call__(self, k: int) -> Batch:
-        seq, rows = self.data.seq, range(k * self.data.batch, (k + 1) * self.data.batch)[self.mine]
-        window_RT1, real_RT = np.zeros((len(rows), seq + 1), np.int32), np.zeros((len(rows), seq), bool)
-        for r, row in enumerate(rows):
-            lo, hi = row * seq, min(row * seq + seq, self.data.tokens)
-            if lo < hi:
-                window_RT1[r, : hi - lo + 1] = self.data.stream.windows([lo], hi - lo + 1)[0]
-                real_RT[r, : hi - lo] = True
-        return {name: np.where(real_RT, a_RT, 0) for name, a_RT in make_batch(window_RT1, self.data.stream.meta).items()}
+    def __call__(self, rows: list[int]) -> Batch:
+        window_RT1 = np.zeros((len(rows), self.seq + 1), np.int32)
+        real_RT = np.arange(self.seq) < self.tokens - self.seq * np.array(rows)[:, None]
+        for r, count in enumerate(real_RT.sum(axis=1).tolist()):
+            if count:
+                window_RT1[r, : count + 1] = self.stream.windows([rows[r] * self.seq], count + 1)[0]
+        return {name: np.where(real_RT, a_RT, 0) for name, a_RT in make_batch(window_RT1, self.stream.meta).items()}
