@@ -1,5 +1,7 @@
 """Algebra of several residual streams: Hyper-Connections and mHC. Streams are H (..., n, D); topology.py wires them."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -32,14 +34,20 @@ def identity_mix(key, shape, q):
     return 16 * jnp.eye(shape[0]) - 8
 
 
-def sinkhorn(log_R, rounds):
-    """Rows of exp(log_R) (..., n, n) normalised to 1 after `rounds` alternations of columns, then rows, in log space."""
+def sinkhorn(log_R, rounds, guard=0.0):
+    """Rows of exp(log_R) (..., n, n) normalised to 1 after `rounds` alternations of columns, then rows, in log space.
+
+    `guard` is added to every sum but the first, and to the entries after the first columns, as transformers' DeepSeek-V4 does.
+    """
+    add = (lambda x: jnp.logaddexp(x, math.log(guard))) if guard else lambda x: x
+    log_R = add(log_R - jax.nn.logsumexp(log_R, axis=-2, keepdims=True))
+    log_R -= add(jax.nn.logsumexp(log_R, axis=-1, keepdims=True))
 
     def alternate(log_R, _):
-        log_R = log_R - jax.nn.logsumexp(log_R, axis=-2, keepdims=True)
-        return log_R - jax.nn.logsumexp(log_R, axis=-1, keepdims=True), None
+        log_R = log_R - add(jax.nn.logsumexp(log_R, axis=-2, keepdims=True))
+        return log_R - add(jax.nn.logsumexp(log_R, axis=-1, keepdims=True)), None
 
-    return jnp.exp(jax.lax.scan(alternate, log_R, length=rounds)[0])
+    return jnp.exp(jax.lax.scan(alternate, log_R, length=rounds - 1)[0])
 
 
 def unit_rms(H, eps):
@@ -47,15 +55,16 @@ def unit_rms(H, eps):
     return H * jax.lax.rsqrt(jnp.mean(H * H, axis=(-2, -1), keepdims=True) + eps)
 
 
-def mhc_weights(H, P, b, a, rounds, eps):
+def mhc_weights(H, P, b, a, rounds, eps, guard=0.0):
     """pre = sigmoid(a1 u P1 + b1) (n), post = 2 sigmoid(a2 u P2 + b2) (n), R = Sinkhorn(exp(a3 u P3 + b3)) (n, n); u = unit_rms(H).
 
-    P, b, a hold three each: P1, P2 (n, D, n), P3 (n, D, n, n).  Source: mHC, arXiv:2512.24880, eqs. 6-9.
+    P, b, a hold three each: P1, P2 (n, D, n), P3 (n, D, n, n).  Source: mHC, arXiv:2512.24880, eqs. 6-9. DeepSeek-V4 in transformers
+    adds a `guard` of 1e-6 to pre and inside Sinkhorn.
     """
     u = unit_rms(H, eps)
     pre, post = (a[i] * jnp.einsum('...nd,ndm->...m', u, P[i]) + b[i] for i in (0, 1))
     log_R = a[2] * jnp.einsum('...nd,ndts->...ts', u, P[2]) + b[2]
-    return jax.nn.sigmoid(pre), 2 * jax.nn.sigmoid(post), sinkhorn(log_R, rounds)
+    return jax.nn.sigmoid(pre) + guard, 2 * jax.nn.sigmoid(post), sinkhorn(log_R, rounds, guard)
 
 
 def mhc_sublayer(H, sub, weights):
@@ -65,7 +74,7 @@ def mhc_sublayer(H, sub, weights):
     return jnp.einsum('...ts,...sd->...td', R, H) + post[..., None] * o[..., None, :]
 
 
-def mhc_exit(H, P, b, a, eps):
-    """Streams to one by a learned sigmoid: sum_s sigmoid(a u P + b)[s] x_s; P (n, D, n).  Source: transformers' DeepSeek-V4."""
-    gate = jax.nn.sigmoid(a * jnp.einsum('...nd,ndm->...m', unit_rms(H, eps), P) + b)
+def mhc_exit(H, P, b, a, eps, guard=0.0):
+    """Streams to one by a learned sigmoid: sum_s (sigmoid(a u P + b) + guard)[s] x_s; P (n, D, n).  Source: transformers' DeepSeek-V4."""
+    gate = jax.nn.sigmoid(a * jnp.einsum('...nd,ndm->...m', unit_rms(H, eps), P) + b) + guard
     return jnp.einsum('...s,...sd->...d', gate, H)
