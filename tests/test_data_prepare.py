@@ -2,11 +2,13 @@
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 
 from spannorm_jax.config import DataConfig
 from spannorm_jax.data import open_data, prepare, sources
+from spannorm_jax.data.prepare import split_of
 from spannorm_jax.data.readers import DOCUMENT_BYTES, cut
 from spannorm_jax.data.store import Stream, read_meta
 from spannorm_jax.errors import BadData, MissingInput, StorageError, UserError
@@ -88,8 +91,6 @@ def test_unigram_counts_are_those_of_the_train_targets(tmp_path):
 
 
 def test_splits_are_90_5_5_by_hash():
-    from spannorm_jax.data.prepare import split_of
-
     names = [split_of(hashlib.sha256(str(i).encode()).digest()) for i in range(20_000)]
     shares = [names.count(s) / len(names) for s in ('train', 'validation', 'test')]
     # Three standard errors of a share of 0.05 over 20,000 documents are 0.0046.
@@ -100,30 +101,31 @@ def test_splits_are_90_5_5_by_hash():
 KILLED = """
 import sys
 from spannorm_jax.data import prepare, sources
-sources.TASK_BYTES = 10_000
+sources.TASK_BYTES = 25_000
 if __name__ == '__main__':
     prepare(sys.argv[1], sys.argv[2], workers=int(sys.argv[3]), progress=lambda done, whole: print(done, flush=True))
 """
 
 
-@pytest.mark.parametrize('workers', [1, 2])
-def test_killed_and_run_again_gives_the_same_folder(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(sources, 'TASK_BYTES', 10_000)
-    source = write_corpus(tmp_path / 'in', files=4, lines=2000)
-    (tmp_path / 'run.py').write_text(KILLED)
-    command = [sys.executable, str(tmp_path / 'run.py'), str(source), str(tmp_path / 'out'), str(workers)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
-        for _ in range(3):
-            assert process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-    assert not (tmp_path / 'out' / 'meta.json').exists(), 'killed too late for the case to mean anything'
-    finished = {p: p.stat().st_mtime_ns for p in (tmp_path / 'out' / 'work').glob('*.json')}
-    assert len(finished) >= 3
-    told = []
-    prepare(str(source), tmp_path / 'out', workers=1, progress=lambda done, whole: told.append(done))
-    assert len(told) <= len(sources.find(str(source)).tasks) - len(finished), 'finished shards are kept'
+def test_killed_and_run_again_gives_the_same_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, 'TASK_BYTES', 25_000)
+    source = write_corpus(tmp_path / 'in', files=4, lines=1500)
     prepare(str(source), tmp_path / 'straight', workers=1)
-    assert tree(tmp_path / 'out') == tree(tmp_path / 'straight')
+    (tmp_path / 'run.py').write_text(KILLED)
+    for workers in ('1', '2'):
+        out = tmp_path / f'out{workers}'
+        command = [sys.executable, str(tmp_path / 'run.py'), str(source), str(out), workers]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
+            for _ in range(2):
+                assert process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+        assert not (out / 'meta.json').exists(), 'killed too late for the case to mean anything'
+        finished = len(list((out / 'work').glob('*.json')))
+        assert finished >= 2
+        told = []
+        prepare(str(source), out, workers=1, progress=lambda done, whole, told=told: told.append(done))
+        assert len(told) <= len(sources.find(str(source)).tasks) - finished, 'finished shards are kept'
+        assert tree(out) == tree(tmp_path / 'straight')
 
 
 def test_two_at_once(tmp_path, small_tasks):
@@ -172,7 +174,6 @@ def test_foreign_folders_are_refused(tmp_path):
         prepare(str(source), tmp_path / 'half')
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not Path('/proc/version').exists(), reason='needs a file system that refuses')
 def test_unwritable_folder_is_a_storage_error(tmp_path):
     source = write_corpus(tmp_path / 'in')
     (tmp_path / 'file').write_text('')
@@ -215,13 +216,9 @@ def test_an_error_in_a_worker_keeps_its_place_and_kind(tmp_path, small_tasks):
     assert not (tmp_path / 'out' / 'meta.json').exists()
 
 
-@pytest.mark.parametrize('limit', [1, 2, 5, 7, 64])
+@pytest.mark.parametrize('limit', [4, 5, 7, 64])
 @pytest.mark.parametrize('text', ['', 'abc', 'one\ntwo\nthree\r\nfour', 'é日\U0001f600' * 9, '\n' * 20, 'x' * 64])
 def test_cut_loses_nothing(text, limit):
-    import io
-
-    if limit < 4 and not text.isascii():
-        pytest.skip('a character does not fit')
     data = text.encode()
     parts = list(cut(io.BytesIO(data).read, limit))
     assert b''.join(parts) == data
@@ -275,8 +272,6 @@ def test_memory_is_flat_at_200_mb(tmp_path):
 
 
 def test_stdlib_is_the_contracts_corpus():
-    import sysconfig
-
     root = Path(sysconfig.get_paths()['stdlib'])
     without = ('test', 'idlelib', 'turtledemo', 'site-packages')
     want = [

@@ -156,13 +156,17 @@ def test_binary_file_in_a_folder_is_named(tmp_path):
         read(tmp_path)
 
 
-def test_parquet_column_and_values(tmp_path):
+def test_parquet_column_and_values(tmp_path, monkeypatch):
     write_parquet(tmp_path / 'x.parquet', content=TEXTS)
     with pytest.raises(BadData, match=r"no column 'text' \(it has 'content'\)"):
         read(tmp_path / 'x.parquet')
     write_parquet(tmp_path / 'y.parquet', text=['a', 'b', 'c', 'd', None])
     with pytest.raises(BadData, match=r"row group 1 row 1: field 'text' is NoneType"):
         read(tmp_path / 'y.parquet')
+    monkeypatch.setattr(readers, 'GROUP_BYTES', 10)
+    with pytest.raises(BadData, match=r"y.parquet' row group 0 holds .* write row groups below"):
+        read(tmp_path / 'y.parquet')
+    monkeypatch.undo()
     data = bytearray((tmp_path / 'y.parquet').read_bytes())
     data[4:60] = bytes(56)
     (tmp_path / 'z.parquet').write_bytes(data)
@@ -181,6 +185,13 @@ def test_files_that_are_not_files(tmp_path):
     with pytest.raises(MissingInput, match=r'cannot read .*me.txt') as caught:
         sources.find(str(tmp_path))
     assert caught.value.exit_code == 66
+
+
+def test_a_prepared_folder_is_not_a_raw_source(tmp_path):
+    (tmp_path / 'x.jsonl').write_bytes(jsonl())
+    prepare(str(tmp_path / 'x.jsonl'), tmp_path / 'out', workers=1)
+    with pytest.raises(UserError, match='prepared folder already'):
+        prepare(str(tmp_path / 'out'), tmp_path / 'again')
 
 
 @pytest.mark.parametrize(('name', 'module'), [('x.jsonl.zst', 'zstandard'), ('x.parquet', 'pyarrow')])

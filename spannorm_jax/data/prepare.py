@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -144,7 +145,10 @@ def _in_processes(jobs: list, workers: int) -> Iterator[int]:
                 for future in done:
                     yield future.result()
         except BrokenProcessPool:
-            raise StorageError('a worker of prepare was killed (out of memory?); run again, with fewer workers') from None
+            raise StorageError(
+                'a worker of prepare died: out of memory (run again with fewer workers), or the calling script does its work '
+                "outside `if __name__ == '__main__':`, which spawned processes need"
+            ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -152,8 +156,11 @@ def _in_processes(jobs: list, workers: int) -> Iterator[int]:
 def _worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
 
+    parent = multiprocessing.parent_process()
+    assert parent is not None, 'only a spawned process is a worker'
+
     def leave_with_parent() -> None:
-        wait_for([multiprocessing.parent_process().sentinel])
+        wait_for([parent.sentinel])
         os._exit(1)
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
@@ -188,7 +195,7 @@ class _Shard:
         self.writers: dict[str, BlockWriter] = {}
         self.ends: dict[str, int] = dict.fromkeys(SPLITS, 0)
         self.counts = {split: {'documents': 0, 'tokens': 0, 'bytes': 0} for split in SPLITS}
-        self.empty = 0
+        self.bos, self.specials, self.empty = np.array([tok.bos]), {tok.bos, tok.eos}, 0
         self.files = {name: open(self.temporary / name, 'wb') for name in (*SPLITS, 'hashes')}
 
     def add(self, doc) -> None:
@@ -197,16 +204,17 @@ class _Shard:
             return
         digest = hashlib.sha256(doc.data).digest()
         split, ids = split_of(digest), self.tok.encode(doc.text)
-        if len(ids) and (ids.max() >= self.tok.vocab or (ids == self.tok.bos).any() or (ids == self.tok.eos).any()):
+        if len(ids) and (ids.max() >= self.tok.vocab or any((ids == special).any() for special in self.specials)):
             raise BadData(f'{doc.where()}: tokenizer {self.tok.name!r} made its own BOS or EOS, or an unknown id, out of text')
         if split not in self.writers:
             self.writers[split] = BlockWriter(self.temporary / f'{split}.array_record', self.dtype, self.tok.vocab)
-        self.writers[split].append(np.concatenate([[self.tok.bos], ids]))
+        self.writers[split].append(self.bos)
+        self.writers[split].append(ids)
         count = self.counts[split]
         count['documents'] += 1
         count['tokens'] += len(ids) + 1
         count['bytes'] += len(doc.data)
-        self.files[split].write(np.array([count['tokens'], len(doc.data)], '<i8').tobytes())
+        self.files[split].write(struct.pack('<qq', count['tokens'], len(doc.data)))
         self.files['hashes'].write(digest)
 
     def commit(self) -> None:

@@ -18,6 +18,7 @@ from spannorm_jax.errors import BadData, UserError
 
 DOCUMENT_BYTES = 1 << 20  # longer than any module of the standard library, so those stay whole
 RECORD_BYTES = 64 << 20  # a JSONL line, a Parquet value or a TFDS record above this is refused
+GROUP_BYTES = 2 << 30  # so is a Parquet row group with more text than this, which its reader may hold at once
 BOM = b'\xef\xbb\xbf'
 
 
@@ -68,7 +69,7 @@ def cut(read: Callable[[int], bytes], limit: int) -> Iterator[bytes]:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[BinaryIO]:
+def opened(path: str) -> Iterator[io.BufferedIOBase]:
     """The (decompressed) bytes of a file; damage inside a .gz or .zst becomes BadData."""
     with open(path, 'rb') as raw:
         try:
@@ -221,6 +222,11 @@ def _parquet(piece: Piece, text_field: str) -> Iterator[Document]:
             names = ', '.join(map(repr, file.schema_arrow.names))
             raise BadData(f'{piece.path!r} has no column {text_field!r} (it has {names}); set data.text_field')
         for group in range(piece.lo, piece.hi):
+            columns = [file.metadata.row_group(group).column(i) for i in range(file.metadata.num_columns)]
+            size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field)
+            if size > GROUP_BYTES:
+                where = f'{piece.path!r} row group {group}'
+                raise BadData(f'{where} holds {size >> 20} MiB of text; write row groups below {GROUP_BYTES >> 20} MiB')
             row = 0
             try:
                 for batch in file.iter_batches(64, row_groups=[group], columns=[text_field], use_threads=False):
@@ -236,7 +242,7 @@ def _tfds(piece: Piece, text_field: str) -> Iterator[Document]:
     from spannorm_jax.data.sources import tfds_reader
 
     folder, split = os.path.split(piece.path)
-    source = tfds_reader(folder).as_data_source(split)
+    source = tfds_reader(folder).as_data_source(split=split)
     for i in range(piece.lo, piece.hi):
         yield from _record(dict(source[i]), text_field, lambda i=i: f'{folder!r} split {split} record {i}')
 

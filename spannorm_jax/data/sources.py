@@ -9,9 +9,10 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spannorm_jax.data.readers import Piece, parquet_file
-from spannorm_jax.errors import BadData, MissingInput
+from spannorm_jax.errors import BadData, MissingInput, UserError
 
 # Left out of the default corpus: test data in odd encodings, applications, and whatever happens to be installed.
 STDLIB_WITHOUT = frozenset({'test', 'idlelib', 'turtledemo', 'site-packages', 'dist-packages'})
@@ -56,6 +57,8 @@ def find(source: str) -> Source:
 def _files(source: str) -> tuple[str, list[str], int]:
     """(folder that names are relative to, files in order, number of files passed over) of a path or glob."""
     if os.path.isdir(source):
+        if os.path.isfile(os.path.join(source, 'meta.json')):
+            raise UserError(f'{source!r} is a prepared folder already: give it as data.source')
         files = _walk(source)
         # Beside records, a folder's README or .gitattributes is not a document.
         records = [f for f in files if _kind(f) != 'text']
@@ -156,7 +159,7 @@ def _identity(root: str, files: list[str], sizes: list[int]) -> str:
     return digest.hexdigest()
 
 
-def tfds_reader(folder: str):
+def tfds_reader(folder: str) -> Any:
     """Read-only TFDS builder of a prepared data set. ArrayRecord is read without TensorFlow."""
     import tensorflow_datasets as tfds
 
@@ -181,7 +184,7 @@ def _tfds_pieces(source: str) -> tuple[list[Piece], str]:
     if 'train' not in splits:
         raise BadData(f'{source!r} has no split named train (it has {", ".join(splits)})')
     try:
-        count = len(tfds_reader(folder).as_data_source('train'))
+        count = len(tfds_reader(folder).as_data_source(split='train'))
     except NotImplementedError:
         raise BadData(f'{folder!r} is not in ArrayRecord; prepare it with `--file_format=array_record`') from None
     size = splits['train'].num_bytes
