@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -262,13 +261,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 @pytest.mark.full
 def test_memory_is_flat_at_200_mb(tmp_path):
-    for mb in (20, 200):
+    for mb in (60, 200):
         (tmp_path / str(mb)).mkdir()
         with open(tmp_path / str(mb) / 'x.txt', 'wb') as f:
             for i in range(mb):
                 f.write((f'{i:09d} ' * 100_000).encode())
-    small, large = (peak_rss_kb(tmp_path / str(mb), tmp_path / f'out{mb}') for mb in (20, 200))
-    assert large - small < 24_000, (small, large)
+    small, large = (peak_rss_kb(tmp_path / str(mb), tmp_path / f'out{mb}') for mb in (60, 200))
+    # kB, where the larger source has 140 MB more of text: ArrayRecord keeps about 200 bytes per block of 4096 tokens until it closes a file.
+    assert large - small < 30_000, (small, large)
 
 
 def test_stdlib_is_the_contracts_corpus():

@@ -153,7 +153,8 @@ def _identity(root: str, files: list[str], sizes: list[int]) -> str:
     for path, size in zip(files, sizes, strict=True):
         digest.update(os.fsencode(os.path.relpath(path, root)) + b'\0')
         if small:
-            digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
+            with open(path, 'rb') as f:
+                digest.update(hashlib.file_digest(f, 'sha256').digest())
         else:
             digest.update(f'{os.path.abspath(path)} {size} {os.stat(path).st_mtime_ns}'.encode('utf-8', 'surrogateescape'))
     return digest.hexdigest()
