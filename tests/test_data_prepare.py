@@ -267,7 +267,7 @@ def test_memory_is_flat_at_200_mb(tmp_path):
             for i in range(mb):
                 f.write((f'{i:09d} ' * 100_000).encode())
     small, large = (peak_rss_kb(tmp_path / str(mb), tmp_path / f'out{mb}') for mb in (60, 200))
-    # kB, where the larger source has 140 MB more of text: ArrayRecord keeps about 200 bytes per block of 4096 tokens until it closes a file.
+    # kB; the larger source has 140 MB more of text. ArrayRecord keeps about 200 bytes per block of 4096 tokens until it closes a file.
     assert large - small < 30_000, (small, large)
 
 
