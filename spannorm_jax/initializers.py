@@ -97,17 +97,25 @@ def matrix_init(cfg: ModelConfig, name: str, fan_in: int, fan_out: int) -> Init:
     return Init(base * r.gains.get(name, 1.0))
 
 
-def draw(info: Param, name: str, key: jax.Array, layers: range | None) -> jax.Array:
-    """The initial value of one parameter, from the seed, its own name and its layer alone.
+def draw(params: list[tuple[str, range | None, Param]], key: jax.Array) -> list[jax.Array]:
+    """Initial values of (name, layers, info), each from the seed, its own name and its layer alone.
 
     So a weight does not depend on the topology around it, on the depth below or above it, on how blocks are split into scans, or on
     the mesh: models that are compared start from the same numbers (up to each one's std).
     """
-    key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-    if layers is None:
-        return info.init(key, info.value.shape)
-    one = lambda l: info.init(jax.random.fold_in(key, l), info.value.shape[1:], l)  # noqa: E731
-    return jax.vmap(one)(jnp.arange(layers.start, layers.stop))
+    # All keys in one go: hashing is long code, and XLA compiles each use of it anew.
+    fold = jax.vmap(jax.random.fold_in, (None, 0))
+    names = fold(key, jnp.array([zlib.crc32(name.encode()) for name, _, _ in params], jnp.uint32))
+    depth = 1 + max((layers.stop for _, layers, _ in params if layers), default=0)
+    keys = jax.vmap(fold, (0, None))(names, jnp.arange(depth))  # layer l of a stacked parameter at l + 1, any other one at 0
+
+    def value(i, layers, info):
+        if layers is None:
+            return info.init(keys[i, 0], info.value.shape)
+        one = lambda k, l: info.init(k, info.value.shape[1:], l)  # noqa: E731
+        return jax.vmap(one)(keys[i, layers.start + 1 : layers.stop + 1], jnp.arange(layers.start, layers.stop))
+
+    return [value(i, layers, info) for i, (_, layers, info) in enumerate(params)]
 
 
 class AuditRow(NamedTuple):
@@ -127,7 +135,7 @@ class AuditRow(NamedTuple):
     ok: bool
 
 
-def audit_row(name: str, info: Param, value: jax.Array, decay_roles: tuple[str, ...], shards: int = 1) -> AuditRow:
+def audit_row(name: str, info: Param, value: np.ndarray | jax.Array, decay_roles: tuple[str, ...], shards: int = 1) -> AuditRow:
     """Compare a parameter with its recipe. Bounds are five standard errors of the mean and of the std of n truncated normals."""
     x = np.asarray(value, np.float64)
     mean, std, n = float(x.mean()), float(x.std()), x.size

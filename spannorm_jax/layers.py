@@ -78,7 +78,8 @@ class Norm(nn.Module):
         cfg, eps = self.cfg, self.cfg.norm_eps if self.eps is None else self.eps
         x = x.astype(accumulator(cfg))
         if cfg.norm_input_guard:
-            x /= jnp.maximum(jax.lax.stop_gradient(jnp.abs(x).max()) / 8, jnp.finfo(x.dtype).tiny)
+            largest = jax.lax.stop_gradient(jnp.abs(x).max())
+            x /= jnp.where(largest > 0, largest / 8, 1)
         if cfg.norm == 'layernorm':
             x -= x.mean(-1, keepdims=True)
         x *= jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)

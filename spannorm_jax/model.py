@@ -288,8 +288,7 @@ def each_param(cfg: ModelConfig, tree: Any) -> list[tuple[str, range | None, Any
 def draw_all(cfg: ModelConfig, key: Array) -> dict[str, Any]:
     """The initial value of every parameter (a pure function; jit it)."""
     tree = infos(cfg)
-    values = [draw(info, name, key, layers) for name, layers, info in each_param(cfg, tree)]
-    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_param), values)
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_param), draw(each_param(cfg, tree), key))
 
 
 def layer_name(name: str, layer: int | None) -> str:
@@ -298,9 +297,11 @@ def layer_name(name: str, layer: int | None) -> str:
 
 
 def unstack(cfg: ModelConfig, tree: Any) -> dict[str, Any]:
-    """Parameters by canonical name: embed, head, norm_final.gain, layers.3.attn.q, ... A leaf may be anything that can be indexed."""
+    """Parameters by canonical name: embed, head, norm_final.gain, layers.3.attn.q, ... Arrays come as NumPy views, tracers as slices."""
     named = {}
     for name, layers, leaf in each_param(cfg, tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            leaf = np.asarray(leaf)  # one copy; slicing a device array layer by layer is a dispatch each
         for i, l in enumerate(layers or [None]):
             named[layer_name(name, l)] = leaf if l is None else leaf[i]
     return named

@@ -1,4 +1,4 @@
-"""Eight CPU devices, a compilation cache shared by runs and workers, rank promotion an error."""
+"""Eight CPU devices, a compilation cache shared by runs and workers."""
 
 import os
 import pathlib
@@ -10,7 +10,6 @@ import pytest
 
 jax.config.update('jax_platforms', 'cpu')
 jax.config.update('jax_num_cpu_devices', 8)
-jax.config.update('jax_numpy_rank_promotion', 'raise')
 # Compiling is most of what the suite does; the numbers are checked against tolerances that do not need the optimiser.
 jax.config.update('jax_disable_most_optimizations', True)
 _cache = pathlib.Path(os.environ.get('JAX_COMPILATION_CACHE_DIR', pathlib.Path(tempfile.gettempdir()) / 'spannorm_jax_test_cache'))

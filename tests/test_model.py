@@ -1,0 +1,186 @@
+"""Modules used alone, statistics against brute force, canonical names, dtypes and counts."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_topology import random_params, tiny
+
+from spannorm_jax.layers import Attention, Norm, attend, context, rope, rope_angles
+from spannorm_jax.model import LM, Block, Stack, count_params, flops_per_token, infos, restack, unstack
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.standard_normal((2, 6, 16)), jnp.float32)
+
+
+def test_names_round_trip_and_misfits_are_named():
+    for name in ('span', 'mixln', 'hc'):
+        cfg = tiny(name, layers=5)
+        params = random_params(cfg)
+        named = unstack(cfg, params)
+        assert {'embed', 'head', 'layers.4.attn.q', 'layers.0.ffn.down'} <= set(named)
+        jax.tree.map(np.testing.assert_array_equal, restack(cfg, named), params)
+        with pytest.raises(ValueError, match='no place.*extra'):
+            restack(cfg, named | {'extra': X})
+        with pytest.raises(KeyError, match='layers.3.attn.o'):
+            restack(cfg, {k: v for k, v in named.items() if k != 'layers.3.attn.o'})
+        with pytest.raises(ValueError, match='head: shape'):
+            restack(cfg, named | {'head': named['head'][:, 1:]})
+    # Both readings of SpanNorm, and every way to scan, share their names.
+    names = [set(unstack(c, infos_values(c))) for c in (tiny('span'), tiny('span', first_skip='normed'), tiny('span', scan_unroll=0))]
+    assert names[0] == names[1] == names[2] and 'norm_embed.gain' in names[0]
+
+
+def infos_values(cfg):
+    return jax.tree.map(lambda p: np.zeros(p.value.shape), infos(cfg), is_leaf=lambda p: hasattr(p, 'role'))
+
+
+def test_counts():
+    cfg = tiny('span', layers=3, kv_heads=1)
+    params = random_params(cfg)
+    assert count_params(cfg) == sum(x.size for x in jax.tree.leaves(params))
+    D, F, V, H = 16, 24, 61, 8
+    block = D * 2 * H + 2 * D * H + 2 * H * D + 3 * D * F
+    assert count_params(cfg) == 2 * V * D + 3 * block + 7 * D
+    assert flops_per_token(cfg, 12) == 6 * (3 * block + V * D) + 12 * 3 * 16 * 6.5
+    tied = dataclasses.replace(cfg, tie_embeddings=True)
+    assert count_params(tied) == count_params(cfg) - V * D and flops_per_token(tied, 12) == flops_per_token(cfg, 12)
+
+
+def test_block_alone_is_the_block_of_a_stack():
+    """Blocks 0..L-1 applied one by one with their slice of the parameters give what the scan gives."""
+    for name in ('span', 'mixln', 'siamese'):
+        cfg = tiny(name, final_norm=False, embed_norm=False)
+        stack = Stack(cfg)
+        variables = nn.meta.unbox(jax.jit(stack.init)(jax.random.key(0), X))
+        want, _ = jax.jit(stack.apply)(variables, X)
+        runs = [jax.tree.map(lambda x, i=i: x[i], run) for run in variables['params'].values() for i in range(len(jax.tree.leaves(run)[0]))]
+        stream = (X, X) if name == 'siamese' else X
+        for l, params in enumerate(runs):
+            stream, _ = jax.jit(Block(cfg, layer=l).apply)({'params': params}, stream)
+        got = stream[0] + stream[1] if name == 'siamese' else stream
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_block_in_a_model_of_ones_own():
+    class Denoiser(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            cfg = tiny('span', layers=4)
+            for l in range(1, 4):
+                x, _ = Block(cfg, layer=l, causal=False, name=f'block_{l}')(x)
+            return nn.Dense(16)(x)
+
+    model = Denoiser()
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    grad = jax.jit(jax.grad(lambda v, x: model.apply(v, x)[:, 0].sum(), argnums=1))(variables, X)
+    assert np.abs(grad[:, 5]).max() > 0  # not causal: the first output sees the last input
+    norms = jax.tree.map(np.linalg.norm, nn.meta.unbox(variables['params']))
+    assert set(norms) == {'block_1', 'block_2', 'block_3', 'Dense_0'}
+
+
+def test_statistics_are_what_they_say(tokens):
+    """sigma, branch variance, correlation, rms and entropy recomputed from the activations of a PostNorm-like and a PreNorm-like model."""
+    for name in ('pre', 'span'):
+        cfg = tiny(name, layers=2, norm_eps=1e-12)
+        params = jax.tree.map(lambda x: x, random_params(cfg))
+        _, extras = jax.jit(lambda p, cfg=cfg: LM(cfg).apply(p, tokens, stats='tensors'))(params)
+        _, scalars = jax.jit(lambda p, cfg=cfg: LM(cfg).apply(p, tokens, stats=True))(params)
+        after = jax.tree.map(lambda *x: np.concatenate(x), *({k: r[k] for k in ('attn', 'ffn')} for r in extras['after']))
+        hidden = np.asarray(extras['hidden'])
+        np.testing.assert_allclose(scalars['rms'], np.sqrt(np.square(hidden).mean((1, 2, 3))), rtol=1e-5)
+        np.testing.assert_allclose(scalars['branch_var/attn'], after['attn'].var((1, 2, 3)), rtol=1e-4)
+        np.testing.assert_allclose(scalars['branch_var/ffn'], after['ffn'].var((1, 2, 3)), rtol=1e-4)
+        enters = np.concatenate([np.asarray(params['embed'])[tokens][None], hidden[:-1]])
+        if name == 'pre':
+            skip_ffn = enters + after['attn']
+            total_ffn = hidden
+        else:
+            skip_ffn, total_ffn = enters, enters + after['ffn']
+        total_attn = enters + after['attn']
+        np.testing.assert_allclose(scalars['sigma_attn'], total_attn.std(-1).mean((1, 2)), rtol=1e-4)
+        np.testing.assert_allclose(scalars['sigma_ffn'], total_ffn.std(-1).mean((1, 2)), rtol=1e-4)
+        for site, skip in (('attn', enters), ('ffn', skip_ffn)):
+            want = [np.corrcoef(a.ravel(), s.ravel())[0, 1] for a, s in zip(after[site], skip, strict=True)]
+            np.testing.assert_allclose(scalars[f'branch_skip_corr/{site}'], want, atol=1e-4)
+
+
+def test_attention_entropy_is_one_when_uniform_and_zero_when_certain():
+    cfg = tiny('pre')
+    module = Attention(cfg)
+    ctx = context(cfg, jnp.arange(6)[None].repeat(2, 0))
+    variables = nn.meta.unbox(jax.jit(lambda x: module.init(jax.random.key(0), x, ctx))(X))
+    entropy = jax.jit(lambda v: module.apply(v, X, ctx, stats=True)[1]['attn_entropy'])
+    flat = jax.tree.map(lambda x: x, variables)
+    flat['params']['q'] = 0 * flat['params']['q']
+    np.testing.assert_allclose(entropy(flat), 1, rtol=1e-6)
+    flat['params']['q'] = variables['params']['k'] * 0 + 1e4
+    assert entropy(flat) < 0.2
+
+
+def test_grouped_queries_and_masks_against_a_loop():
+    B, T, N, K, H = 2, 5, 4, 2, 6
+    q, k, v = (RNG.standard_normal((B, T, n, H)).astype('float32') for n in (N, K, K))
+    mask = np.tril(np.ones((1, T, T), bool)) & (RNG.random((B, T, T)) < 0.7) | np.eye(T, dtype=bool)
+    out, p = jax.jit(lambda q, k, v, m: attend(q, k, v, m, 0.3, 2.0))(q, k, v, mask)
+    for b in range(B):
+        for n in range(N):
+            score = np.where(mask[b], 2 * np.tanh(q[b, :, n] @ k[b, :, n // 2].T * 0.3 / 2), -np.inf)
+            prob = np.exp(score) / np.exp(score).sum(-1, keepdims=True)
+            np.testing.assert_allclose(out[b, :, n], prob @ v[b, :, n // 2], atol=1e-5)
+            np.testing.assert_allclose(p[b, n // 2, n % 2], prob, atol=1e-5)
+
+
+@pytest.mark.parametrize('interleaved', [False, True])
+def test_rope_turns_pairs_as_complex_numbers(interleaved):
+    x = jnp.asarray(RNG.standard_normal((1, 7, 2, 8)), jnp.float32)
+    t = np.array([[0, 1, 2, 3, 0, 1, 50]])
+    got = rope(x, *rope_angles(jnp.asarray(t), 8, 100.0), interleaved)
+    pair = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, 4), slice(4, 8))
+    z = (x[..., pair[0]] + 1j * x[..., pair[1]]) * np.exp(1j * t[..., None, None] * 100.0 ** (-np.arange(4) / 4))
+    np.testing.assert_allclose(got[..., pair[0]], z.real, atol=1e-5)
+    np.testing.assert_allclose(got[..., pair[1]], z.imag, atol=1e-5)
+
+
+def test_norms_keep_float32_statistics_and_survive_zero_rows():
+    for fields in ({}, {'norm': 'layernorm', 'norm_bias': True}, {'norm_unit_offset': True}, {'norm_input_guard': True}):
+        module = Norm(tiny('pre', dtype='bfloat16', norm_eps=1e-5, **fields))
+        x = (X * 300).astype(jnp.bfloat16)
+        variables = nn.meta.unbox(module.init(jax.random.key(0), x))
+        y = module.apply(variables, x)
+        z = np.asarray(x, np.float64) - (np.asarray(x, np.float64).mean(-1, keepdims=True) if 'norm' in fields else 0)
+        assert y.dtype == jnp.float32
+        np.testing.assert_allclose(y, z / np.sqrt(np.square(z).mean(-1, keepdims=True)), rtol=2e-4, atol=2e-4)
+        grad = jax.grad(lambda x, m=module, v=variables: m.apply(v, x).sum())(jnp.zeros((2, 16)))
+        assert np.isfinite(grad).all()
+
+
+def test_residual_dtype_is_a_field(tokens):
+    params = random_params(tiny('pre'))
+    for dtype in ('float32', 'bfloat16'):
+        cfg = tiny('pre', dtype='bfloat16', residual_dtype=dtype)
+        _, extras = jax.eval_shape(lambda p, cfg=cfg: LM(cfg).apply(p, tokens, stats='tensors'), params)
+        assert extras['hidden'].dtype == dtype
+
+
+def test_soft_cap_and_scale_act_on_the_logits(tokens):
+    cfg = tiny('pre')
+    params = random_params(cfg)
+    run = lambda **f: np.asarray(jax.jit(LM(tiny('pre', **f)).apply)(params, tokens))  # noqa: E731
+    plain = run()
+    np.testing.assert_allclose(run(logit_soft_cap=2.0, logit_scale=0.5), 2 * np.tanh(plain * 0.5 / 2), atol=1e-5)
+
+
+def test_double_precision_agrees_to_float32(tokens):
+    """float64 products and sums, as an oracle for everything above them."""
+    cfg = tiny('span')
+    params = random_params(cfg)
+    single = jax.jit(LM(cfg).apply)(params, tokens)
+    with jax.enable_x64(True):
+        wide = dataclasses.replace(cfg, dtype='float64', residual_dtype='float64')
+        double = jax.jit(LM(wide).apply)(jax.tree.map(lambda x: np.asarray(x, np.float64), params), tokens)
+        assert double.dtype == jnp.float64
+    np.testing.assert_allclose(single, double, atol=2e-5)
