@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from spannorm_jax.errors import BadData, UserError
 Row = dict[str, Any]
 
 
+@runtime_checkable
 class Sink(Protocol):
     def write(self, row: Row) -> None: ...
 

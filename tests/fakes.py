@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from spannorm_jax.config import Config, edit
+from spannorm_jax.data import Tokenizer
 
 V, T, B = 31, 12, 4
 POISON = 30  # a token that no ordinary batch holds
@@ -13,6 +14,7 @@ TINY = edit(
     Config(),
     {
         'name': 'tiny', 'model.topology': 'pre', 'model.layers': 2, 'model.width': 16, 'model.heads': 2, 'model.ffn': 24, 'model.vocab': V,
+        'model.activation': 'relu', 'model.positions': 'none',
         'data.seq': T, 'data.batch': B, 'optim.warmup_steps': 2, 'optim.lr_peak': 1e-2, 'mesh.devices': 1, 'run.steps': 8,
         'run.eval_every': 3, 'run.checkpoint_every': 2,
     },
@@ -44,7 +46,7 @@ class FakeCorpus:
 
     def __init__(self, poison=()):
         self.poison = frozenset(poison)
-        self.tokenizer = SimpleNamespace(vocab=V, name='fake')
+        self.tokenizer = Tokenizer('fake', '', V, 0, 0)
         self.meta = SimpleNamespace(unigram=[100] * 30 + [0])
 
     def train_batches(self, batch, seq, seed, start=0, process_index=0, process_count=1, workers=0):
