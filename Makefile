@@ -1,0 +1,44 @@
+# `make demo` and `make test` work on a fresh machine with a Python from 3.11 to 3.13: they make .venv first, and again install into
+# it whenever pyproject.toml changes. Choose the Python with PYTHON=...; everything runs on the CPU unless .venv has an accelerator's plugin.
+.DELETE_ON_ERROR:
+.PHONY: demo test test-full lint setup setup-dev clean help
+
+VENV := .venv
+BIN := $(VENV)/bin
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help:
+	@echo 'make demo       train the nano SpanNorm model (minutes on a laptop CPU) and draw its loss curve'
+	@echo 'make test       lint, types and the default test suite'
+	@echo 'make test-full  lint, types, every test, and the mutation check'
+	@echo 'make lint       ruff and pyright alone'
+	@echo 'make clean      remove .venv, caches and build output (runs/ stays)'
+
+demo: $(VENV)/base.done
+	@$(BIN)/spannorm train nano
+
+lint: $(VENV)/dev.done
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+
+test: lint
+	@$(BIN)/pytest -q -n 2
+
+test-full: lint
+	@$(BIN)/pytest -q -n 2 --full
+	@$(BIN)/python tests/mutations.py
+
+setup: $(VENV)/base.done
+setup-dev: $(VENV)/dev.done
+
+$(VENV)/base.done: pyproject.toml
+	@scripts/venv.sh $(VENV) .
+	@touch $@
+
+$(VENV)/dev.done: pyproject.toml
+	@scripts/venv.sh $(VENV) '.[dev]'
+	@touch $(VENV)/base.done $@
+
+clean:
+	rm -rf $(VENV) .jax_cache .ruff_cache .pytest_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

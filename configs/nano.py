@@ -1,0 +1,16 @@
+"""The demo: SpanNorm on the running Python's standard library, byte by byte.
+
+Cost: to be measured.
+"""
+
+from spannorm_jax.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
+
+
+def get() -> Config:
+    return Config(
+        name='nano',
+        model=ModelConfig(topology='span', layers=12, width=96, heads=4),
+        data=DataConfig(source='stdlib', tokenizer='bytes', seq=128, batch=8),
+        optim=OptimConfig(lr_peak=3e-3, warmup_steps=20),
+        run=RunConfig(steps=240, eval_every=80, eval_tokens=32_768, checkpoint_every=80),
+    )

@@ -1,0 +1,46 @@
+"""spannorm_jax: where normalization and residual paths go in deep Transformers, in JAX and Flax Linen.
+
+Names are loaded when they are first used, so that `import spannorm_jax` costs nothing and starts no device.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spannorm_jax.config import Config as Config
+    from spannorm_jax.config import ModelConfig as ModelConfig
+    from spannorm_jax.config import edit as edit
+    from spannorm_jax.layers import Attention as Attention
+    from spannorm_jax.layers import Mlp as Mlp
+    from spannorm_jax.layers import Norm as Norm
+    from spannorm_jax.load import load_config as load_config
+    from spannorm_jax.model import LM as LM
+    from spannorm_jax.model import Block as Block
+    from spannorm_jax.model import Stack as Stack
+    from spannorm_jax.topology import TOPOLOGIES as TOPOLOGIES
+    from spannorm_jax.topology import Topology as Topology
+    from spannorm_jax.train import fit as fit
+
+__version__ = '0.1.0'
+
+_HOME = {
+    'config': ('Config', 'ModelConfig', 'edit'),
+    'layers': ('Attention', 'Mlp', 'Norm'),
+    'load': ('load_config',),
+    'model': ('Block', 'LM', 'Stack'),
+    'topology': ('TOPOLOGIES', 'Topology'),
+    'train': ('fit',),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    value = getattr(importlib.import_module(f'{__name__}.{_MODULE_OF[name]}'), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_OF])

@@ -1,0 +1,279 @@
+"""The `spannorm` command: what is typed -> a dataclass per command -> one function per command. The only importer of tyro.
+
+Results go to stdout, progress and logs to stderr; the exit codes are those of docs/cli.md. Whatever computes is imported by the
+command that needs it, so that `--help` answers at once.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple
+
+import tyro
+from tyro.conf import FlagConversionOff, Positional
+
+from spannorm_jax import __version__, commands
+from spannorm_jax.config import Config, MeshConfig
+from spannorm_jax.errors import UserError, nearest
+from spannorm_jax.load import load_config, names
+
+Settings = Annotated[Config, tyro.conf.arg(name=''), FlagConversionOff]  # its fields stand at the top: --model.layers
+INTERRUPTED = 130
+STORAGE = 74
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train CONFIG, or go on with a run that was interrupted.
+
+    Any field can be set by its dotted name. Ctrl-C saves and stops; the same command goes on from there.
+
+    Example: spannorm train nano --model.topology pre --optim.lr-peak 1e-3 --run.steps 500
+    """
+
+    config: Annotated[str, Positional, tyro.conf.arg(metavar='CONFIG')]
+    """Name of a file in configs/, path of a .py file with get(), or a run's config.json."""
+    settings: Settings = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Draw every parameter of CONFIG and compare it with its recipe: exit 1 where one does not fit.
+
+    Example: spannorm audit nano --model.layers 48 --json
+    """
+
+    config: Annotated[str, Positional, tyro.conf.arg(metavar='CONFIG')]
+    """Name of a file in configs/, path of a .py file with get(), or a run's config.json."""
+    settings: Settings = field(default_factory=Config)
+    json: bool = False
+    """Print a row per parameter and layer as JSON."""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Tokenise SOURCE into DIR, in parallel. Stopped at any moment, the same command goes on.
+
+    Example: spannorm prepare 'texts/**/*.jsonl.zst' prepared --tokenizer mistral --workers 8
+    """
+
+    source: Annotated[str, Positional, tyro.conf.arg(metavar='SOURCE')]
+    """stdlib, a file, folder or glob of text, .jsonl or .parquet (.gz, .zst), or tfds:NAME/CONFIG."""
+    dir: Annotated[str, Positional, tyro.conf.arg(metavar='DIR')]
+    """New or empty folder for the tokens."""
+    tokenizer: str = 'bytes'
+    """bytes, mistral, or the path of a SentencePiece .model or a Hugging Face tokenizer.json."""
+    text_field: str = 'text'
+    """Field of a record that holds the text."""
+    workers: int | None = None
+    """Processes; None means one per CPU."""
+    json: bool = False
+    """Print the folder's meta.json."""
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Loss, bits per byte and perplexity of RUN's newest checkpoint on held-out text.
+
+    Example: spannorm eval runs/nano-1a2b3c4d --split test --json
+    """
+
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """Folder of a run."""
+    split: Literal['validation', 'test'] = 'validation'
+    tokens: int | None = None
+    """At most this many tokens of whole documents; None means the whole split."""
+    source: str | None = None
+    """Other text than the run's own (as data.source); its split of the same name is read."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Topologies:
+    """The table of topologies: name, aliases, equation, source, norm sites, parameters of their own, options they read.
+
+    Example: spannorm topologies --json
+    """
+
+    json: bool = False
+    markdown: bool = False
+    """Print the table of the README."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Devices, versions, and why an accelerator that is there is not used.
+
+    Example: spannorm doctor
+    """
+
+    json: bool = False
+
+
+class Command(NamedTuple):
+    options: type
+    run: Callable[[Any], int]
+    takes_config: bool = False
+
+
+COMMANDS = {
+    'train': Command(Train, commands.train, True),
+    'prepare': Command(Prepare, commands.prepare),
+    'eval': Command(Eval, commands.evaluate),
+    'audit': Command(Audit, commands.audit, True),
+    'topologies': Command(Topologies, commands.topologies),
+    'doctor': Command(Doctor, commands.doctor),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command line (without the program's name) and return its exit code; only bugs leave as exceptions."""
+    try:
+        code = dispatch(list(argv))
+        sys.stdout.flush()
+        return code
+    except UserError as e:
+        return complain(str(e), e.exit_code)
+    except KeyboardInterrupt:
+        return complain('interrupted', INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough. Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as e:
+        if e.errno not in DISK:
+            raise
+        where = f' {e.filename!r}' if e.filename else ''
+        return complain(f'disk: {e.strerror}{where}; free space or choose another folder, then run again', STORAGE)
+
+
+def complain(message: str, code: int) -> int:
+    print(f'spannorm: {message}', file=sys.stderr)
+    return code
+
+
+def dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ('-h', '--help', 'help'):
+        print(overview(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else UserError.exit_code
+    if argv[0] == '--version':
+        print(f'spannorm {__version__}')
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        raise UserError(f'unknown command {name!r}; {nearest(name, COMMANDS)}')
+    args = parse(name, rest)
+    return 0 if args is None else COMMANDS[name].run(args)
+
+
+def overview() -> str:
+    lines = [f'  {name:12} {first_line(command.options)}' for name, command in COMMANDS.items()]
+    return '\n'.join(
+        [
+            'usage: spannorm COMMAND ...   (`spannorm COMMAND --help` explains one)',
+            '',
+            *lines,
+            '',
+            f"CONFIG is one of {', '.join(names())}; the path of a .py file with get(); or a run's config.json.",
+            'Example: spannorm train nano --model.topology pre',
+        ]
+    )
+
+
+def first_line(options: type) -> str:
+    return (options.__doc__ or '').splitlines()[0]
+
+
+def parse(name: str, argv: list[str]) -> Any:
+    """The options of a command, or None where its help was printed instead.
+
+    Raises: UserError for an unknown option (with the nearest known one), a value of the wrong kind, a missing argument.
+    """
+    command, helping = COMMANDS[name], not {'-h', '--help'}.isdisjoint(argv)
+    default, known = None, dict(options_of(command.options))
+    argv = list(spell_out(argv, known))
+    if command.takes_config:
+        given = positional(argv, known)
+        if given is None and not helping:
+            raise UserError(f"{name} needs a CONFIG: {', '.join(names())}, a .py file with get(), or a run's config.json")
+        default = command.options('CONFIG' if given is None else given, Config() if given is None else load_config(given))
+    check_options(name, argv, known)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            return tyro.cli(
+                command.options,
+                prog=f'spannorm {name}',
+                args=argv,
+                config=(tyro.conf.FlagCreatePairsOff,),
+                **({} if default is None else {'default': default}),
+            )
+        except SystemExit as e:
+            if not e.code:
+                return None
+    raise UserError(f'{name}: {unboxed(said.getvalue())}; `spannorm {name} --help` lists what there is')
+
+
+def options_of(cls: type, at: str = '') -> Iterator[tuple[str, Any]]:
+    """(option, type) of every field below a dataclass, as it is typed: --model.kv-heads."""
+    for f in dataclasses.fields(cls):
+        if isinstance(f.default_factory, type):
+            yield from options_of(f.default_factory, '' if f.name == 'settings' else f'{at}{f.name}.')
+        elif Positional not in getattr(f.type, '__metadata__', ()):
+            yield f'--{at}{f.name}'.replace('_', '-'), f.type
+
+
+def check_options(name: str, argv: list[str], known: dict[str, Any]) -> None:
+    """Raise UserError for a token that looks like an option and is none, naming the closest one."""
+    for token in argv:
+        typed, equals, value = token.partition('=')
+        option = typed.replace('_', '-')
+        if equals and f'--{option}' in known:
+            raise UserError(f'{name}: write --{option} {value} instead of {token}')
+        if not option.startswith('--') or option in known or option == '--help':
+            continue
+        close = difflib.get_close_matches(option, known, n=1)
+        hint = f'did you mean {close[0]!r}?' if close else f'`spannorm {name} --help` lists them'
+        raise UserError(f'{name} has no option {typed!r}; {hint}')
+
+
+def is_flag(option: str, kind: Any) -> bool:
+    """The commands' own switches take no value; a field of a config that is a bool takes True or False."""
+    return kind is bool and '.' not in option
+
+
+def spell_out(argv: list[str], known: dict[str, Any]) -> Iterator[str]:
+    """`--model.tie-embeddings` alone means `--model.tie-embeddings True`; true and false may be written small."""
+    for i, token in enumerate(argv):
+        before = argv[i - 1].replace('_', '-') if i else ''
+        yield token.capitalize() if known.get(before) is bool and token in ('true', 'false') else token
+        option, after = token.replace('_', '-'), argv[i + 1] if i + 1 < len(argv) else '--'
+        if known.get(option) is bool and not is_flag(option, bool) and after.startswith('--'):
+            yield 'True'
+
+
+def positional(argv: list[str], known: dict[str, Any]) -> str | None:
+    """The first argument that is neither an option nor the value of one."""
+    rest = iter(argv)
+    for token in rest:
+        if not token.startswith('-'):
+            return token
+        option = token.replace('_', '-')
+        if '=' not in token and option in known and not is_flag(option, known[option]):
+            next(rest, None)
+    return None
+
+
+def unboxed(text: str) -> str:
+    """tyro's message without the frame around it, its help and its hints."""
+    lines = [line.strip('│ ') for line in text.splitlines() if line.startswith('│')]
+    lines = lines[: next((i for i, line in enumerate(lines) if set(line) == {'─'}), len(lines))]
+    return ' '.join(lines).rstrip('.') or text.strip()

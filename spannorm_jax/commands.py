@@ -1,0 +1,166 @@
+"""What each command of `spannorm` does with its options (the dataclasses of cli.py). Results are printed on stdout.
+
+Whatever computes is imported where it is used: jax takes seconds to load, and `--help` must not wait for it.
+"""
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from spannorm_jax.errors import CheckFailed
+from spannorm_jax.load import find_run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from spannorm_jax import cli
+
+
+def train(args: 'cli.Train') -> int:
+    from spannorm_jax.progress import Progress
+    from spannorm_jax.score import summary
+    from spannorm_jax.train import fit
+
+    with Progress() as progress:
+        outcome = fit(args.settings, progress)
+    print(summary(args.settings, outcome))
+    return outcome.exit_code
+
+
+def prepare(args: 'cli.Prepare') -> int:
+    from spannorm_jax import data
+    from spannorm_jax.progress import Progress
+
+    with Progress() as progress:
+        meta = data.prepare(
+            args.source,
+            args.dir,
+            tokenizer=args.tokenizer,
+            text_field=args.text_field,
+            workers=args.workers,
+            progress=lambda done, total: progress('prepare', {'done': done, 'all': total}),
+        )
+    if args.json:
+        print(meta.to_json(), end='')
+        return 0
+    print(f'{args.dir}: {meta.source}, tokenizer {meta.tokenizer["name"]}, vocab {meta.tokenizer["vocab"]}, text hash {meta.hash[:12]}')
+    for split, s in meta.splits.items():
+        print(f'  {split:10} {s.documents:>12,} documents {s.tokens:>15,} tokens {s.bytes:>15,} bytes')
+    return 0
+
+
+def evaluate(args: 'cli.Eval') -> int:
+    from spannorm_jax.score import score
+
+    found = score(find_run(args.run), args.split, args.tokens, args.source, args.mesh)
+    if args.json:
+        print_json(found)
+        return 0
+    print(f'{found["run"]}, step {found["step"]}, {found["split"]} split of {found["source"]}')
+    print(f'  {found["bits_per_byte"]:.4f} bits/byte, {found["loss"]:.4f} nats/token, perplexity {found["perplexity"]:.3f} per token')
+    print(f'  {found["tokens"]:,} tokens, {found["documents"]:,} documents, {found["bytes"]:,} bytes')
+    print(f'  protocol: {found["protocol"]}')
+    return 0
+
+
+def audit(args: 'cli.Audit') -> int:
+    from spannorm_jax.audit import audit, grouped, span_of
+
+    rows = list(audit(args.settings))
+    if args.json:
+        print_json([row._asdict() for row in rows])
+    else:
+        heads = ('parameter', 'layers', 'role', 'shape', '>fan-in', '>mean', '>std', '>intended', 'decays', 'dtype', '>bytes/device', '')
+        table = new_table(*heads)
+        for (name, role, shape, fan_in, decays, dtype, size), group in grouped(rows).items():
+            mean, std, intended = (span_of(getattr(r, field) for r in group) for field in ('mean', 'std', 'intended_std'))
+            if any(r.intended_mean for r in group):
+                intended = f'{span_of(r.intended_mean for r in group)} + {intended}'
+            cells = (name, len(group), role, ' '.join(map(str, shape)), fan_in, mean, std, intended, 'yes' if decays else '', dtype)
+            verdict = '' if all(r.ok for r in group) else 'MISMATCH'
+            table.add_row(*map(str, cells), f'{size * len(group):,}', verdict)
+        show(table)
+        count = sum(math.prod(row.shape) for row in rows)
+        print(f'{count:,} parameters in {len(rows)} arrays, {sum(r.bytes_per_device for r in rows):,} bytes per device')
+    if bad := [row.name for row in rows if not row.ok]:
+        raise CheckFailed(f'{len(bad)} of {len(rows)} parameters are not what their recipe intends: {", ".join(bad[:10])}')
+    return 0
+
+
+def topologies(args: 'cli.Topologies') -> int:
+    from spannorm_jax import catalog
+
+    rows = catalog.rows()
+    if args.json:
+        print_json(rows)
+    elif args.markdown:
+        print(catalog.markdown(rows))
+    else:
+        table = new_table('name', 'equation', 'norm sites', '>own', 'options', 'aliases', 'source')
+        for row in rows:
+            lists = [', '.join(row[key]) for key in ('norm_sites', 'options', 'aliases')]
+            table.add_row(row['name'], row['equation'], lists[0], str(len(row['extra_parameters']) or ''), *lists[1:], row['source'])
+        show(table)
+        print('own: number of parameters besides norms and matrices; --json names them')
+    return 0
+
+
+def doctor(args: 'cli.Doctor') -> int:
+    from spannorm_jax.doctor import examine
+
+    found = examine()
+    if args.json:
+        print_json(found)
+        return 0
+    print(f'python {found["python"]} on {found["platform"]}, {found["cpus"]} CPUs')
+    print('  ' + ', '.join(f'{name} {v or "absent"}' for name, v in found['versions'].items()))
+    kinds = [d['kind'] for d in found['devices']]
+    counts = ', '.join(f'{kinds.count(k)} x {k}' for k in dict.fromkeys(kinds))
+    print(f'devices: {found["backend"] or "none"}: {counts or found["backend_error"]}')
+    for a in found['accelerators']:
+        print(f'{a["kind"]}: {a["what"]}: ' + ('used' if a['used'] else f'NOT USED: {a["why"]}; {a["mend"]}'))
+    if not found['accelerators']:
+        print('accelerators: the system shows none')
+    print(f'compilation cache: {found["compilation_cache"]}')
+    print(f'disk: {found["disk"]["free_bytes"] / 1e9:.1f} GB free in {found["disk"]["folder"]}')
+    for extra, packages in found['extras'].items():
+        missing = [name for name, v in packages.items() if v is None]
+        print(f'extra {extra}: ' + (f"lacks {', '.join(missing)} (pip install 'spannorm-jax[{extra}]')" if missing else 'complete'))
+    return 0
+
+
+def print_json(value: Any) -> None:
+    """JSON has no NaN and no infinity: they become null."""
+    print(json.dumps(_finite(value), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def new_table(*heads: str) -> 'Table':
+    """An empty table; a head that begins with > is of a column of numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in heads:
+        table.add_column(head.removeprefix('>'), justify='right' if head.startswith('>') else 'left', overflow='fold')
+    return table
+
+
+def show(table: 'Table') -> None:
+    """On a terminal as wide as that is, elsewhere as wide as the table needs, so that every row is one line to search in."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        needs = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+        console = Console(highlight=False, markup=False, width=needs)
+    with console.capture() as captured:
+        console.print(table)
+    print('\n'.join(line.rstrip() for line in captured.get().strip('\n').splitlines()))
