@@ -69,7 +69,8 @@ class MetricsFile:
 
     def _close_file(self) -> None:
         if hasattr(self, 'file'):
-            self.file.close()
+            with disk_errors('write', self.path):
+                self.file.close()
 
     def __enter__(self) -> 'MetricsFile':
         return self
