@@ -63,8 +63,8 @@ def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], 
             Outcome('failed', checkpoints.latest() or 0, f'{type(e).__name__}: {e}'[:2000]).try_to_save(folder)
             raise
     outcome.save(folder)
-    with disk_errors('write', folder):
-        plot.save_loss_figure(folder / 'loss.png', run.log.rows, folder.name, {'unigrams': rundir.unigram_entropy(corpus.meta.unigram)})
+    if outcome.status != 'preempted':  # whoever interrupts is waiting
+        draw(run)
     tell('message', {'text': outcome.message})
     return outcome
 
@@ -266,6 +266,12 @@ def ended(run: Run, status: str, pos: Position, reason: str, first: str | None =
     last = {k: v for row in run.log.rows[-1:] for k, v in row.items() if k in ('train/loss', 'eval/loss', 'test/loss') and v is not None}
     text += ''.join(f', {k} {v:.4f}' for k, v in last.items())
     return Outcome(status, pos.step, reason, first, pos.skipped, pos.rollbacks, str(run.folder), text)
+
+
+def draw(run: Run) -> None:
+    baselines = {'unigrams': rundir.unigram_entropy(run.corpus.meta.unigram)}
+    with disk_errors('write', run.folder):
+        plot.save_loss_figure(run.folder / 'loss.png', run.log.rows, run.folder.name, baselines)
 
 
 def due(every: int, step: int) -> bool:

@@ -10,6 +10,7 @@ import time
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from fakes import TINY, FakeCorpus
 
@@ -31,10 +32,6 @@ def arrays(folder):
     """All arrays of the last checkpoint, and the host's position."""
     with Checkpoints(folder / 'checkpoints') as ckpt:
         step = ckpt.latest()
-        args = {item: ckpt.manager.item_metadata(step)[item] for item in ('params', 'optim')}
-        assert all(args.values())
-        import orbax.checkpoint as ocp
-
         found = ckpt.manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(), optim=ocp.args.StandardRestore()))
         meta = {k: v for k, v in ckpt.meta(step).items() if k != 'config'}
     return jax.tree.map(np.asarray, {'params': found['params'], 'optim': found['optim']}), meta
@@ -43,7 +40,7 @@ def arrays(folder):
 def same(a, b):
     (x, x_meta), (y, y_meta) = arrays(a), arrays(b)
     assert x_meta == y_meta and x_meta['step'] == 9
-    assert len(jax.tree.leaves(x)) > 30
+    assert len(jax.tree.leaves(x['optim'])) == 2 * len(jax.tree.leaves(x['params'])) + 1  # two moments each, and a count
     jax.tree.map(np.testing.assert_array_equal, x, y)
     assert rows_of(a) == rows_of(b)
 
@@ -59,7 +56,9 @@ def straight(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize('first, second', [(2, 5), (3, 8), (1, 2), (4, 4)])
+@pytest.mark.parametrize(
+    'first, second', [(2, 5), (3, 8), pytest.param(1, 2, marks=pytest.mark.full), pytest.param(4, 4, marks=pytest.mark.full)]
+)
 def test_two_interruptions_change_no_bit(straight, tmp_path, first, second):
     cfg = edit(CFG, {'run.dir': str(tmp_path / 'run')})
     for stop in (at(first), at(second)):
@@ -161,7 +160,9 @@ def test_sigterm_and_worker_processes_on_real_data(tmp_path):
 
     def start(name, workers):
         path = tmp_path / f'{name}.py'
-        path.write_text(PROGRAM.format(source=str(tmp_path / 'text'), cache=str(tmp_path / 'cache'), workers=workers, folder=str(tmp_path / name)))
+        path.write_text(
+            PROGRAM.format(source=str(tmp_path / 'text'), cache=str(tmp_path / 'cache'), workers=workers, folder=str(tmp_path / name))
+        )
         return subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=cache)
 
     run = start('straight', 0)
