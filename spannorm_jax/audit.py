@@ -33,8 +33,10 @@ def _values(cfg: Config) -> Iterator[tuple[str, range | None, Param, jax.Array]]
         drawn = each_param(cfg.model, LM(cfg.model).init(key))
         yield from ((*param, value) for param, (_, _, value) in zip(params, drawn, strict=True))
         return
+    # As in LM.init: random bits are long code that runs once and that XLA:CPU is slow to optimise.
+    options = {'xla_backend_optimization_level': 0} if jax.default_backend() == 'cpu' else None
     for param in params:
-        yield *param, jax.jit(functools.partial(draw, [param]))(key)[0]
+        yield *param, jax.jit(functools.partial(draw, [param]), compiler_options=options)(key)[0]
 
 
 def _unplaced_mesh(cfg: MeshConfig) -> Mesh:

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import errno
 import io
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -273,7 +274,7 @@ def positional(argv: list[str], known: dict[str, Any]) -> str | None:
 
 
 def unboxed(text: str) -> str:
-    """tyro's message without the frame around it, its help and its hints."""
-    lines = [line.strip('│ ') for line in text.splitlines() if line.startswith('│')]
-    lines = lines[: next((i for i, line in enumerate(lines) if set(line) == {'─'}), len(lines))]
-    return ' '.join(lines).rstrip('.') or text.strip()
+    """tyro's message as one line, without its title, its frame (drawn in ASCII where stdout is), and the help that follows."""
+    lines = [line.strip(' │') for line in text.splitlines()[1:]]
+    parts = [list(part) for rule, part in itertools.groupby(lines, lambda line: set(line) <= set('-─╰╯')) if not rule]
+    return ' '.join(parts[0]).rstrip('.') if parts else text.strip()

@@ -24,7 +24,8 @@ def names(kind: str = 'configs') -> dict[str, Path]:
 def load_config(text: str) -> Config:
     """The configuration that `text` names: a file of configs/ (`nano`), a path to such a file, or a run's config.json or folder.
 
-    A run's configuration points at that run's own folder, wherever it was moved to, so that training it goes on there.
+    A run's configuration points at that run's own folder, wherever it was moved to, so that training it goes on there; a copy of the
+    file alone, with none of what a run leaves behind, begins a run of its own.
 
     Raises: UserError (a file that does not give a Config; wrong fields), MissingInput (no such file), BadData (not JSON).
     """
@@ -35,7 +36,8 @@ def load_config(text: str) -> Config:
         return _call(path)
     if path.name == 'config.json' or path.is_dir():
         run = find_run(text)
-        return edit(read_config(run), {'run.dir': str(run)})
+        begun = any((run / name).exists() for name in ('metrics.jsonl', 'checkpoints', 'outcome.json'))
+        return edit(read_config(run), {'run.dir': str(run)} if begun else {})
     known = names()
     if text in known:
         return _call(known[text])
