@@ -21,14 +21,14 @@ PEAK_FLOPS = {
 }  # fmt: skip
 
 
-def peak_flops(device: jax.Device) -> float | None:
+def peak_flops(device: Any) -> float | None:
     """Peak of one device, None where it is not known (every CPU)."""
     return next((peak for kind, peak in PEAK_FLOPS.items() if kind in device.device_kind), None)
 
 
 def use_compilation_cache() -> None:
     """Keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR or the program itself names another."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values['jax_compilation_cache_dir'] is None:
         base = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache')
         jax.config.update('jax_compilation_cache_dir', str(base / 'spannorm_jax' / 'xla'))
 

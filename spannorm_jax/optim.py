@@ -64,13 +64,16 @@ def make_optimizer(cfg: Config, infos: Any) -> optax.GradientTransformationExtra
     """
     opt = cfg.optim
     labels = _by_param(lambda p: rule(opt, p.role), infos)
-    directions = {'adam': optax.scale_by_adam(opt.beta1, opt.beta2, opt.eps), 'none': optax.set_to_zero()}
+    directions: dict[Any, optax.GradientTransformation] = {
+        'adam': optax.scale_by_adam(opt.beta1, opt.beta2, opt.eps),
+        'none': optax.set_to_zero(),
+    }
     if opt.optimizer == 'muon':
         directions['muon'] = scale_by_muon(infos)
     rates = schedule(opt, cfg.run.steps), schedule(opt, cfg.run.steps, opt.muon_lr)
 
-    def scale(updates, state, params=None, *, step, **_):
-        adam_lr, muon_lr = (rate(step) for rate in rates)
+    def scale(updates, state, params=None, **extra):
+        adam_lr, muon_lr = (rate(extra['step']) for rate in rates)
         return jax.tree.map(lambda u, label: -(muon_lr if label == 'muon' else adam_lr) * u, updates, labels), state
 
     return optax.chain(

@@ -79,7 +79,9 @@ class Position:
 
     @classmethod
     def from_meta(cls, meta: dict[str, Any]) -> 'Position':
-        return cls(**{f.name: meta[f.name] for f in dataclasses.fields(cls)} | {'recent': tuple(meta['recent'])})
+        values: dict[str, Any] = {f.name: meta[f.name] for f in dataclasses.fields(cls)}
+        values['recent'] = tuple(values['recent'])
+        return cls(**values)
 
 
 def smoothed(recent: tuple[float | None, ...]) -> float | None:

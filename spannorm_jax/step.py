@@ -22,12 +22,15 @@ Metrics = dict[str, jax.Array]
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. `step` counts batches used, `stopped` is set for good by a non-finite step under stop or rollback."""
+    """All that a step changes, as arrays (or their shapes, or their shardings).
 
-    step: jax.Array
+    `step` counts batches used; `stopped` is set, for good, by a non-finite step under the policies stop and rollback.
+    """
+
+    step: Any
     params: Any
     opt_state: Any
-    stopped: jax.Array
+    stopped: Any
 
 
 def abstract_state(infos: Any, optimizer: optax.GradientTransformation) -> TrainState:

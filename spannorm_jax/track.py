@@ -91,7 +91,8 @@ def parse_rows(text: str, name: str) -> list[Row]:
     for i, line in enumerate(text.splitlines(keepends=True), 1):
         try:
             row = json.loads(line)
-            row['step'] + 0
+            if not isinstance(row['step'], int):
+                raise TypeError('step is not a whole number')
         except (ValueError, TypeError, KeyError) as e:
             if not line.endswith('\n'):
                 break

@@ -86,8 +86,8 @@ class Run(NamedTuple):
     names: list[str]  # of the gradients' leaves
     make_state: Callable[[], TrainState]
     abstract: TrainState
-    step: Callable
-    stats_step: Callable
+    step: Any  # compiled; None for a run of no steps
+    stats_step: Any
     eval_step: Callable
 
 

@@ -44,9 +44,8 @@ def leaf(shape, role, axes=None):
 
 
 def test_adamw_against_hand_computation():
-    cfg = edit(
-        TINY, {'optim.clip': 0.0, 'optim.weight_decay': 0.5, 'optim.schedule': 'constant', 'optim.warmup_steps': 0, 'optim.lr_peak': 0.1}
-    )
+    cfg = edit(TINY, {'optim.clip': 0.0, 'optim.weight_decay': 0.5, 'optim.lr_peak': 0.1})
+    cfg = edit(cfg, {'optim.schedule': 'constant', 'optim.warmup_steps': 0})
     tree = {'w': leaf((2,), 'read'), 'g': leaf((2,), 'gain'), 'b': leaf((2,), 'router_bias')}
     opt = make_optimizer(cfg, tree)
     params = {k: jnp.array([1.0, -2.0]) for k in tree}

@@ -56,9 +56,7 @@ def straight(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    'first, second', [(2, 5), (3, 8), pytest.param(1, 2, marks=pytest.mark.full), pytest.param(4, 4, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize('first, second', [(2, 5), (3, 8), *(pytest.param(*p, marks=pytest.mark.full) for p in ((1, 2), (4, 4)))])
 def test_two_interruptions_change_no_bit(straight, tmp_path, first, second):
     cfg = edit(CFG, {'run.dir': str(tmp_path / 'run')})
     for stop in (at(first), at(second)):
@@ -140,14 +138,20 @@ import jax
 jax.config.update('jax_platforms', 'cpu')
 from spannorm_jax.config import Config, edit
 from spannorm_jax.train import fit
-cfg = edit(Config(), {{'model.topology': 'pre', 'model.layers': 2, 'model.width': 16, 'model.heads': 2, 'model.dropout': 0.1, 'data.seq': 32,
-    'data.batch': 4, 'data.source': {source!r}, 'data.cache': {cache!r}, 'data.workers': {workers}, 'run.steps': 40, 'run.eval_every': 15,
+cfg = edit(Config(), {{'model.topology': 'pre', 'model.layers': 2, 'model.width': 16, 'model.heads': 2, 'model.dropout': 0.1,
+    'data.seq': 32, 'data.batch': 4, 'data.source': {source!r},
+    'data.cache': {cache!r}, 'data.workers': {workers}, 'run.steps': 40, 'run.eval_every': 15,
     'run.eval_tokens': 500, 'run.checkpoint_every': 7, 'run.dir': {folder!r}, 'mesh.devices': 1}})
 if __name__ == '__main__':
     out = fit(cfg, lambda kind, data: print(kind, data.get('step'), flush=True))
     print(out)
     sys.exit(out.exit_code)
 """
+
+
+def finish(run, code):
+    out = run.communicate(timeout=300)
+    assert run.returncode == code, out
 
 
 @pytest.mark.full
@@ -165,18 +169,15 @@ def test_sigterm_and_worker_processes_on_real_data(tmp_path):
         )
         return subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=cache)
 
-    run = start('straight', 0)
-    assert run.wait(300) == 0, run.communicate()
+    finish(start('straight', 0), 0)
     for upto in (10, 23):
         run = start('cut', 2)
         for line in run.stdout:
             if line.strip() == f'step {upto}':
                 run.send_signal(signal.SIGTERM)
                 break
-        out = run.communicate(timeout=300)
-        assert run.returncode == 75, out
-    run = start('cut', 0)
-    assert run.wait(300) == 0, run.communicate()
+        finish(run, 75)
+    finish(start('cut', 0), 0)
     (x, x_meta), (y, y_meta) = arrays(tmp_path / 'straight'), arrays(tmp_path / 'cut')
     assert x_meta == y_meta and x_meta['step'] == 40
     jax.tree.map(np.testing.assert_array_equal, x, y)
@@ -187,7 +188,8 @@ def test_sigterm_and_worker_processes_on_real_data(tmp_path):
 def test_a_second_interrupt_leaves_at_once(tmp_path):
     code = (
         'import time; from spannorm_jax.host import Signals\n'
-        'with Signals() as s:\n print("ready", flush=True)\n while not s.seen: time.sleep(0.01)\n print("seen", flush=True)\n time.sleep(60)'
+        'with Signals() as s:\n print("ready", flush=True)\n while not s.seen: time.sleep(0.01)\n'
+        ' print("seen", flush=True)\n time.sleep(60)'
     )
     run = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, cwd=pathlib.Path(__file__).parents[1])
     assert run.stdout.readline() == 'ready\n'
@@ -195,4 +197,5 @@ def test_a_second_interrupt_leaves_at_once(tmp_path):
     assert run.stdout.readline() == 'seen\n'
     begun = time.monotonic()
     run.send_signal(signal.SIGINT)
-    assert run.wait(30) == 130 and time.monotonic() - begun < 10
+    finish(run, 130)
+    assert time.monotonic() - begun < 10
