@@ -23,7 +23,7 @@ WAITING = {'hf_deepseek_v3', 'hf_deepseek_v3_noqlora', 'ref_spannorm_mla_moe'}
 
 
 class Facts(dict):
-    """config.json over the documented defaults (its `options` unpacked); remembers what was read."""
+    """config.json over the documented defaults (its `options` unpacked; null means the default); remembers what was read."""
 
     def __init__(self, config: dict[str, Any], defaults: dict[str, Any]):
         super().__init__({**defaults, **config.get('options', {}), **{k: v for k, v in config.items() if k != 'options'}})
@@ -35,7 +35,8 @@ class Facts(dict):
 
     def get(self, key, default=None):
         self.read.add(key)
-        return super().get(key, default)
+        value = super().get(key)
+        return default if value is None else value
 
     def unread(self) -> list[str]:
         return sorted(set(self) - self.read - PROSE)
@@ -154,7 +155,7 @@ def read(golden: Map, config: dict[str, Any], weights: dict[str, Any]) -> tuple[
         branch_gain='scalar' if 'layers.0.attn_gain' in where else 'none', resid_gain='layers.0.resid_gain' in where,
         attn_bias='layers.0.attn.q_bias' in where, mlp_bias='layers.0.ffn.up_bias' in where,
         tie_embeddings=facts.get('tie_embeddings', 'head' not in where),
-        embed_scale=(facts.get('embed_scale', D**0.5 if golden.scaled else None) or 1.0) * facts.get('embedding_multiplier', 1.0),
+        embed_scale=facts.get('embed_scale', D**0.5 if golden.scaled else 1.0) * facts.get('embedding_multiplier', 1.0),
         logit_scale=facts.get('logits_multiplier', 1.0),
     )  # fmt: skip
     return ModelConfig(**cfg | golden.fields(facts)), where, facts

@@ -6,11 +6,13 @@ import pathlib
 import shutil
 
 import golden_maps as maps
+import golden_variants as variants
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from test_reference import random_params
 
 from spannorm_jax import LM
 from spannorm_jax.model import restack, unstack
@@ -19,6 +21,8 @@ HERE = pathlib.Path(__file__).parent / 'golden'
 # (atol, rtol) of tests/golden/README.md by kind of key; grad_l2 has a floor because gradients of k_proj.bias are rounding noise.
 TOLERANCE = {'loss': (2e-5, 0.0), 'grad_l2': (1e-5, 1e-3), 'grad': (2e-5, 1e-3)}
 ACTIVATION = (5e-5, 1e-4)
+# The variants of the default run: the one with most multipliers, and the units. `--full` runs a variant of every golden.
+QUICK = ('hf_hyperclovax_periln', *maps.UNITS)
 FAST_COMPILE = {'xla_cpu_use_fusion_emitters': False}  # a quarter of the compile time, and compiling is all that these tests do
 
 
@@ -64,7 +68,7 @@ def run_model(golden, config, weights, inputs):
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=FAST_COMPILE)
     (value, (features, logits, hidden, after)), grads = jax.device_get(step(params))
-    embedded = named['embed'][tokens] * (facts.get('embed_scale') or 1.0 if maps.hidden0_scaled(golden, facts) else 1.0)
+    embedded = named['embed'][tokens] * (cfg.embed_scale if maps.hidden0_scaled(golden, facts) else 1.0)
     hidden = hidden if isinstance(hidden, tuple) else (hidden,)
     sites = [jax.tree.map(lambda x, i=i: x[i], run) for run in after for i in range(len(jax.tree.leaves(run)[0]))]
     out = {'logits': logits, 'loss': value, 'hidden/0': embedded, 'hidden/final_norm': features, 'hidden/features': features}
@@ -107,7 +111,7 @@ def check(path):
     assert set(outputs) <= set(got), f'{path}: nothing to compare with {sorted(set(outputs) - set(got))}'
     wrong = []
     for key, want in outputs.items():
-        atol, rtol = TOLERANCE.get(key.split('/')[0].removesuffix('_mean_sq'), ACTIVATION)
+        atol, rtol = TOLERANCE.get(key.split('/')[0], ACTIVATION)
         assert got[key].shape == want.shape, f'{key}: shape {got[key].shape}, expected {want.shape}'
         excess = (np.abs(got[key] - want) / (atol + rtol * np.abs(want))).max()
         if not excess <= 1:
@@ -121,6 +125,21 @@ def test_golden(golden):
     facts = check(golden)
     if golden.parent == HERE:
         assert not facts.unread()
+
+
+@pytest.mark.parametrize('name', [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in maps.MAPS | maps.UNITS])
+def test_variant(name, tmp_path):
+    """The same check on a golden of our own: every map, at other shapes and options."""
+    variants.write(tmp_path, name, lambda cfg: unstack(cfg, random_params(cfg)))
+    assert not check(tmp_path / name).unread()
+
+
+def test_a_wrong_fact_is_caught(tmp_path):
+    """One fact of config.json changed: the numbers no longer agree, and the message says what was not read."""
+    shutil.copytree(HERE / 'hf_mhc_unit', tmp_path / 'hf_mhc_unit')
+    edit_config(tmp_path / 'hf_mhc_unit', rms_eps=1e-3, unheard_of=1)
+    with pytest.raises(AssertionError, match=r"keys differ\s+not read from config.json: \['unheard_of'\]"):
+        check(tmp_path / 'hf_mhc_unit')
 
 
 def test_waiting_goldens_are_those_of_missing_sublayers():
