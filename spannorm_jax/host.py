@@ -1,10 +1,11 @@
 """What the loop needs from the machine: signals, time, batches, the compilation cache."""
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import jax
 import numpy as np
 
 from spannorm_jax.config import Config
+from spannorm_jax.errors import UserError
 from spannorm_jax.model import flops_per_token
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
 
 # Dense bfloat16 peak of one chip in FLOP/s, as its vendor states it without sparsity, by a part of JAX's device_kind.
 PEAK_FLOPS = {
@@ -31,6 +38,26 @@ def use_compilation_cache() -> None:
     if jax.config.values['jax_compilation_cache_dir'] is None:
         base = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache')
         jax.config.update('jax_compilation_cache_dir', str(base / 'spannorm_jax' / 'xla'))
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold a run directory against other processes of this machine; a process that dies lets go of it.
+
+    Raises: UserError where another one holds it.
+    """
+    if fcntl is None:  # Windows has no flock, and cannot open a folder
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f'another process is training in {str(folder)!r}; wait for it, or give another run.dir') from None
+        yield
+    finally:
+        os.close(handle)
 
 
 class Signals:

@@ -15,7 +15,7 @@ from spannorm_jax.checkpoint import Checkpoints, disk_errors
 from spannorm_jax.config import Config, to_dict
 from spannorm_jax.data import check_vocab, open_data
 from spannorm_jax.errors import BadData, StorageError
-from spannorm_jax.host import Clock, Feed, Signals, use_compilation_cache
+from spannorm_jax.host import Clock, Feed, Signals, alone, use_compilation_cache
 from spannorm_jax.model import LM, infos
 from spannorm_jax.optim import make_optimizer
 from spannorm_jax.rundir import Outcome, Position
@@ -52,7 +52,7 @@ def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], 
     check_vocab(corpus.tokenizer, cfg.model.vocab)
     with disk_errors('write', folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with jax.set_mesh(mesh), Signals() as signals, Checkpoints(folder / 'checkpoints', cfg.run.keep, cfg.run.keep_every) as checkpoints:
+    with alone(folder), jax.set_mesh(mesh), Signals() as signals, open_checkpoints(cfg, folder) as checkpoints:
         try:
             run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop)
             with run.log, run.feed:
@@ -67,6 +67,10 @@ def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], 
         draw(run)
     tell('message', {'text': outcome.message})
     return outcome
+
+
+def open_checkpoints(cfg: Config, folder: Path) -> Checkpoints:
+    return Checkpoints(folder / 'checkpoints', cfg.run.keep, cfg.run.keep_every)
 
 
 class Run(NamedTuple):

@@ -14,6 +14,7 @@ from fakes import POISON, TINY, B, FakeCorpus, T, V
 from spannorm_jax import rundir, sharding, train
 from spannorm_jax.config import Config, edit, from_dict
 from spannorm_jax.errors import BadData, StorageError, UserError
+from spannorm_jax.host import alone
 from spannorm_jax.model import LM, infos, unstack
 from spannorm_jax.optim import make_optimizer
 from spannorm_jax.rundir import Outcome, Position
@@ -352,6 +353,13 @@ def test_divergence_rule():
 def test_outcomes_have_the_documented_codes():
     code = lambda status, first=None: Outcome(status, 1, first_nonfinite=first).exit_code  # noqa: E731
     assert [code('completed'), code('diverged'), code('diverged', 'head'), code('preempted')] == [0, 0, 70, 75]
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    with alone(tmp_path), pytest.raises(UserError, match='another process is training in'):
+        fit(edit(TINY, {'run.dir': str(tmp_path)}), corpus=FakeCorpus())
+    with alone(tmp_path):  # free again
+        pass
 
 
 def test_damaged_run_files_are_named(tmp_path):
