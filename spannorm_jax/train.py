@@ -14,7 +14,7 @@ from spannorm_jax import plot, rundir, sharding
 from spannorm_jax.checkpoint import Checkpoints, disk_errors
 from spannorm_jax.config import Config, to_dict
 from spannorm_jax.data import check_vocab, open_data
-from spannorm_jax.errors import BadData, StorageError
+from spannorm_jax.errors import BadData, StorageError, UserError
 from spannorm_jax.host import Clock, Feed, Signals, alone, use_compilation_cache
 from spannorm_jax.model import LM, infos
 from spannorm_jax.optim import make_optimizer
@@ -50,6 +50,8 @@ def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], 
     if corpus is None:
         corpus = open_data(cfg.data, progress=lambda n, total: tell('prepare', {'done': n, 'all': total}))
     check_vocab(corpus.tokenizer, cfg.model.vocab)
+    for group in EVALUATIONS:
+        eval_set(cfg, corpus, group)  # an empty split is better found now than at the end
     with disk_errors('write', folder):
         folder.mkdir(parents=True, exist_ok=True)
     with alone(folder), jax.set_mesh(mesh), Signals() as signals, open_checkpoints(cfg, folder) as checkpoints:
@@ -139,7 +141,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
 
 
 def restore(run: Run) -> tuple[TrainState, Position]:
-    """The newest checkpoint, or the beginning. Raises BadData where the checkpoint is torn or of another model."""
+    """The newest checkpoint, or the beginning. Raises BadData (torn, of another model), UserError (other data)."""
     latest = run.checkpoints.wait()
     if latest is None:
         return run.make_state(), Position()
@@ -148,6 +150,11 @@ def restore(run: Run) -> tuple[TrainState, Position]:
     if differ := [k for k in now if then.get(k) != now[k] and f'model.{k}' not in rundir.RESUMABLE]:
         where = run.folder / 'checkpoints' / str(latest)
         raise BadData(f'checkpoint {str(where)!r} is of another model (it differs in {", ".join(differ)}); use another run.dir')
+    for what, found in data_identity(run.corpus).items():
+        if meta[what] != found:
+            raise UserError(
+                f'the {what} has changed since step {latest} of {str(run.folder)!r}; give another run.dir, or the data it began with'
+            )
     pos = Position.from_meta(meta)
     state = run.checkpoints.restore(latest, run.abstract)
     step, stopped = jax.device_put((jnp.int32(pos.step), jnp.zeros((), bool)), run.abstract.step.sharding)
@@ -170,7 +177,7 @@ def train(run: Run) -> Outcome:
         write_row(run, row, always=bool(groups))
         if saved != pos.step and (end or interrupted or due(cfg.checkpoint_every, pos.step)):
             run.log.sync()  # first the rows, then the checkpoint that says they are there
-            run.checkpoints.save(pos.step, state, {'config': to_dict(run.cfg), 'corpus': run.corpus.hash} | dataclasses.asdict(pos))
+            run.checkpoints.save(pos.step, state, {'config': to_dict(run.cfg)} | data_identity(run.corpus) | dataclasses.asdict(pos))
             saved = pos.step
         if interrupted:
             return ended(run, 'preempted', pos, 'interrupted: run the same command again to go on')
@@ -240,15 +247,22 @@ def write_row(run: Run, row: Row, always: bool = False) -> None:
 
 def held_out(run: Run, params: Any, group: str) -> Row:
     """Metrics of one evaluation; empty where a signal came in between."""
-    cfg = run.cfg
-    rows = cfg.data.batch // cfg.optim.accumulate
-    data = run.corpus.eval_batches(EVALUATIONS[group], rows, cfg.data.seq, cfg.run.eval_tokens)
+    data = eval_set(run.cfg, run.corpus, group)
     batches = data.batches(jax.process_index(), jax.process_count())
     try:
         found = evaluate(run.eval_step, params, (sharding.put_batch(b, run.mesh) for b in batches), data.bytes, run.signalled)
     finally:
         batches.close()
     return {} if found is None else {f'{group}/loss': found.loss, f'{group}/bits_per_byte': found.bits_per_byte}
+
+
+def eval_set(cfg: Config, corpus: Any, group: str) -> Any:
+    """Held-out data in batches as large as a micro-batch. Raises BadData for an empty split."""
+    return corpus.eval_batches(EVALUATIONS[group], cfg.data.batch // cfg.optim.accumulate, cfg.data.seq, cfg.run.eval_tokens)
+
+
+def data_identity(corpus: Any) -> dict[str, str]:
+    return {'text': corpus.hash, 'tokenizer': corpus.tokenizer.fingerprint}
 
 
 def blame(run: Run, state: TrainState, pos: Position, bad: dict[str, Any]) -> tuple[str, str]:

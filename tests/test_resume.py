@@ -16,7 +16,7 @@ from fakes import TINY, FakeCorpus
 
 from spannorm_jax.checkpoint import Checkpoints
 from spannorm_jax.config import edit
-from spannorm_jax.errors import BadData
+from spannorm_jax.errors import BadData, UserError
 from spannorm_jax.train import fit
 
 # An epoch is 10 rows, a batch 4: steps 3, 5 and 8 are the first of an epoch or cross its edge. Two micro-batches per step, and dropout.
@@ -66,10 +66,17 @@ def test_two_interruptions_change_no_bit(straight, tmp_path, first, second):
     same(straight, tmp_path / 'run')
 
 
-def test_interrupted_where_an_evaluation_was_due(straight, tmp_path, monkeypatch):
+def test_a_signal_within_an_evaluation(straight, tmp_path):
     """The row of step 3 is written without its evaluation, which the next start adds: no hole, and no row twice."""
-    cfg = edit(CFG, {'run.dir': str(tmp_path / 'run')})
-    assert fit(cfg, corpus=FakeCorpus(), stop=at(3)).step == 3
+    cfg, corpus = edit(CFG, {'run.dir': str(tmp_path / 'run')}), FakeCorpus()
+
+    def eval_batches(*args):
+        if (tmp_path / 'run' / 'metrics.jsonl').exists():  # not when fit looks at the splits before it begins
+            os.kill(os.getpid(), signal.SIGTERM)
+        return FakeCorpus().eval_batches(*args)
+
+    corpus.eval_batches = eval_batches
+    assert fit(cfg, corpus=corpus).step == 3
     assert 'eval/loss' not in rows_of(tmp_path / 'run')[-1]
     fit(cfg, corpus=FakeCorpus(), stop=at(9))
     assert 'eval/loss' in rows_of(tmp_path / 'run')[2] and 'test/loss' not in rows_of(tmp_path / 'run')[-1]
@@ -119,6 +126,14 @@ def test_a_checkpoint_of_another_model_is_named(straight, tmp_path):
     (tmp_path / 'run' / 'checkpoints').symlink_to(straight / 'checkpoints')
     with pytest.raises(BadData, match='of another model .it differs in width.'):
         fit(cfg, corpus=FakeCorpus())
+
+
+def test_other_data_is_refused(tmp_path):
+    cfg, corpus = edit(CFG, {'run.dir': str(tmp_path / 'run')}), FakeCorpus()
+    fit(cfg, corpus=FakeCorpus(), stop=at(1))
+    corpus.hash = 'another text'
+    with pytest.raises(UserError, match='the text has changed since step 1'):
+        fit(cfg, corpus=corpus)
 
 
 def test_steps_may_grow_under_a_constant_rate(tmp_path):

@@ -355,6 +355,21 @@ def test_outcomes_have_the_documented_codes():
     assert [code('completed'), code('diverged'), code('diverged', 'head'), code('preempted')] == [0, 0, 70, 75]
 
 
+def test_an_empty_split_is_found_before_the_run_begins(tmp_path):
+    corpus = FakeCorpus()
+    real = corpus.eval_batches
+
+    def eval_batches(split, *args):
+        if split == 'test':
+            raise BadData('the test split is empty')
+        return real(split, *args)
+
+    corpus.eval_batches = eval_batches
+    with pytest.raises(BadData, match='test split is empty'):
+        fit(edit(TINY, {'run.dir': str(tmp_path / 'r')}), corpus=corpus)
+    assert not (tmp_path / 'r').exists()
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path):
     with alone(tmp_path), pytest.raises(UserError, match='another process is training in'):
         fit(edit(TINY, {'run.dir': str(tmp_path)}), corpus=FakeCorpus())
