@@ -81,7 +81,7 @@ def three_steps(topology, mesh_cfg):
     'topology, mesh',
     [
         ('pre', MeshConfig(data=2, fsdp=2, tensor=2)),
-        ('span', MeshConfig(data=1, fsdp=4, tensor=2)),
+        pytest.param('span', MeshConfig(data=1, fsdp=4, tensor=2), marks=pytest.mark.full),
         pytest.param('hc', MeshConfig(data=8), marks=pytest.mark.full),
     ],
 )
