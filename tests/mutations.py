@@ -150,7 +150,7 @@ MUTATIONS = [
         topology('hc-3'),
     ),
     Mutation('mhc: post without its factor 2', 'streams.py', '2 * jax.nn.sigmoid(post)', 'jax.nn.sigmoid(post)', topology('mhc-1')),
-    Mutation('mhc: mixing matrix transposed', 'streams.py', "'...ts,...sd->...td', R, H", "'...st,...sd->...td', R, H", topology('mhc-1')),
+    Mutation('mhc: mixing matrix transposed', 'streams.py', "'...ts,...sd->...td', R, H", "'...st,...sd->...td', R, H", topology('mhc-3')),
     Mutation(
         'init: std of every matrix halved',
         'initializers.py',

@@ -11,9 +11,9 @@ from spannorm_jax.model import infos, unstack
 
 TINY = dict(width=16, heads=4, kv_heads=2, ffn=24, vocab=29)
 FAST_COMPILE = {'xla_cpu_use_fusion_emitters': False}
-# Two packed rows: three documents whose positions start again, and one that starts late in its text, then padding.
+# Two packed rows: three documents whose positions start again; one that starts late and has gaps (RoPE cannot see a mere shift), padding.
 SEGMENTS = np.array([[1] * 4 + [2] * 3 + [3] * 3, [1] * 8 + [0] * 2])
-POSITIONS = np.array([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [5, 6, 7, 8, 9, 10, 11, 12, 0, 1]])
+POSITIONS = np.array([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [5, 6, 7, 9, 10, 11, 14, 15, 0, 1]])
 BUILT_IN = [name for name, entry in TOPOLOGIES.items() if entry.block.__module__ == topology.__name__]
 OPTIONS = {
     'span-normed': dict(topology='span', first_skip='normed'),
