@@ -225,9 +225,66 @@ def test_cut_loses_nothing(text, limit):
     for p in parts:
         p.decode()  # never inside a character
     assert len(data) > limit or parts == [data] * bool(data)
-    lines = text.splitlines(keepends=True)
+    lines = [] if '\n\n' in text else text.splitlines(keepends=True)
     if all(len(line.encode()) <= limit for line in lines) and '\r' not in text:
         assert all(p.endswith(b'\n') for p in parts[:-1])
+
+
+@pytest.mark.parametrize(
+    ('text', 'parts'),
+    [
+        ('a\nb\n\nc\nd\ne', ['a\nb\n\n', 'c\nd\ne']),  # a blank line before a later line end
+        ('a\r\n\r\nb\nc\nd', ['a\r\n\r\n', 'b\nc\nd']),
+        ('a\n\nb\n\ncccc', ['a\n\nb\n\n', 'cccc']),  # the last one that fits
+        ('aaaaaa\n\nbb', ['aaaaaa\n', '\nbb']),  # one that does not fit is not a blank line yet
+    ],
+)
+def test_cut_prefers_blank_lines(text, parts):
+    assert list(cut(io.BytesIO(text.encode()).read, 7)) == [p.encode() for p in parts]
+
+
+def play(kb: int, seed: int = 0) -> str:
+    """Speeches of a few lines, blank lines between them."""
+    rng, speeches, size = np.random.default_rng(seed), [], 0
+    while size < kb * 1000:
+        lines = [' '.join(f'word{w}' for w in rng.integers(0, 500, 7)) for _ in range(rng.integers(1, 9))]
+        speeches.append('\n'.join(['SPEAKER:', *lines]))
+        size += len(speeches[-1]) + 2
+    return '\n\n'.join(speeches)
+
+
+def test_one_text_file_fills_every_split(tmp_path):
+    text = play(400)
+    (tmp_path / 'input.txt').write_text(text)
+    c = open_data(DataConfig(source=str(tmp_path / 'input.txt'), cache=str(tmp_path / 'cache')))
+    assert all(c.splits[s].documents > 5 for s in ('train', 'validation', 'test')), c.splits
+    assert sum(s.bytes for s in c.splits.values()) == len(text) and c.meta.duplicates == 0
+    assert c.meta.cut == len(text) // 256 == json.loads((c.folder / 'meta.json').read_text())['cut']
+    documents = stored(c.folder)
+    assert max(map(len, documents)) <= c.meta.cut and all(d.decode() in text for d in documents)
+    assert sum(d.endswith(b'\n\n') for d in documents) == len(documents) - 1, 'cut between speeches'
+    for split in ('validation', 'test'):
+        assert len(list(c.eval_batches(split, 4, 64, 8192).batches())) > 0
+    assert c.rows(64) > 5000
+
+
+def test_few_text_files_give_the_same_bytes_for_any_number_of_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, 'TASK_BYTES', 50_000)
+    (tmp_path / 'in').mkdir()
+    for i in range(3):
+        (tmp_path / 'in' / f'{i}.txt').write_text(play(100, seed=i))
+    one, two = (prepare(str(tmp_path / 'in'), tmp_path / f'out{n}', workers=n) for n in (1, 2))
+    assert len(one.splits['train'].shards) == 3, 'the case must have several tasks'
+    assert one == two and tree(tmp_path / 'out1') == tree(tmp_path / 'out2')
+
+
+def test_too_little_text_says_what_to_do(tmp_path):
+    (tmp_path / 'input.txt').write_text(play(2))
+    c = open_data(DataConfig(source=str(tmp_path / 'input.txt'), cache=str(tmp_path / 'cache')))
+    with pytest.raises(BadData, match=r"split of 'input.txt' is empty: .* there are only [2-4]; give more text") as caught:
+        for split in ('validation', 'test'):
+            c.eval_batches(split, 1, 8)
+    assert caught.value.exit_code == 65
 
 
 LIMITED = """
@@ -280,7 +337,7 @@ def test_stdlib_is_the_contracts_corpus():
         if p.relative_to(root).parts[0] not in without and not any(x[0] == '.' for x in p.relative_to(root).parts)
     ]
     got = [Path(piece.path) for task in sources.find('stdlib').tasks for piece in task]
-    assert sorted(got) == sorted(want) and len(got) > 300
+    assert sorted(got) == sorted(want) and sources.find('stdlib').cut == DOCUMENT_BYTES
     assert all(p.stat().st_size < DOCUMENT_BYTES for p in got), 'a module would be cut'
 
 

@@ -65,6 +65,23 @@ def test_text_folder_in_order_with_odd_names(tmp_path):
     assert read(tmp_path / '*.txt') == ['one', 'two']
 
 
+@pytest.mark.parametrize(
+    ('size', 'files', 'cut'),
+    [(500, 1, 1 << 10), (400_000, 1, 1562), (1_000_000, 4, 15_625), (5_000_000, 1, 16 << 10), (40, 199, 1 << 10), (40_000, 200, 1 << 20)],
+)
+def test_text_in_few_files_is_cut_and_a_file_among_many_is_one_document(tmp_path, size, files, cut):
+    for i in range(files):
+        (tmp_path / f'{i:03}.txt').write_bytes(b'x' * size)
+    found = sources.find(str(tmp_path))
+    assert found.cut == cut and {piece.cut for task in found.tasks for piece in task} == {cut}
+    assert len(read(tmp_path)) == files * -(-size // cut)
+
+
+def test_records_are_never_cut_as_plain_text_is(tmp_path):
+    (tmp_path / 'x.jsonl').write_bytes(jsonl(['paragraph\n\n' * 3000]))
+    assert read(tmp_path / 'x.jsonl') == ['paragraph\n\n' * 3000]
+
+
 def test_bom_goes_and_line_ends_stay(tmp_path):
     (tmp_path / 'x.txt').write_bytes(b'\xef\xbb\xbfone\r\ntwo\n')
     assert read(tmp_path / 'x.txt') == ['one\r\ntwo\n']
@@ -136,7 +153,7 @@ def test_offsets_and_lines_count_from_the_file_not_the_piece(tmp_path, monkeypat
     (tmp_path / 'x.jsonl').write_bytes(b'{"text": "a"}\n' * 50 + b'{"text": \xff}\n')
     with pytest.raises(BadData, match=r'line 51 is not UTF-8 at byte offset 709'):
         read(tmp_path / 'x.jsonl')
-    monkeypatch.setattr(readers, 'DOCUMENT_BYTES', 16)
+    monkeypatch.setattr(sources, 'PART_BYTES', (16, 16))
     (tmp_path / 'x.txt').write_bytes(b'0123456789\n' * 9 + b'\0')
     with pytest.raises(BadData, match='NUL byte at offset 99'):
         read(tmp_path / 'x.txt')

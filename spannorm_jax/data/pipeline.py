@@ -125,7 +125,8 @@ class Corpus:
         if not len(table):
             raise BadData(
                 f'the {split} split of {self.meta.source!r} is empty: documents go to splits by their hash (90/5/5 per cent) and there are '
-                f'only {sum(s.documents for s in self.meta.splits.values())}; give more, shorter documents (more files, or JSONL lines)'
+                f'only {sum(s.documents for s in self.meta.splits.values())}; give more text (a plain file from about 200 KB on fills '
+                f'every split), or the same text as more, shorter documents (JSONL lines)'
             )
         upto = len(table) if max_tokens is None else max(1, int(np.searchsorted(table[:, 0], max_tokens, 'right')))
         return EvalSet(stream, batch, seq, int(table[upto - 1, 0]), int(table[:upto, 1].sum()), upto)

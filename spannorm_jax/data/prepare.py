@@ -24,7 +24,7 @@ import numpy as np
 
 from spannorm_jax.data import sources
 from spannorm_jax.data.readers import Piece, documents
-from spannorm_jax.data.store import BLOCK, SPLITS, VERSION, BlockWriter, Meta, SplitMeta, read_meta, storage_error
+from spannorm_jax.data.store import BLOCK, SPLITS, VERSION, BlockWriter, Meta, SplitMeta, read_meta, storage_error, write_whole
 from spannorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from spannorm_jax.errors import BadData, StorageError, UserError
 
@@ -107,17 +107,7 @@ def _claim(folder: Path, key: str) -> None:
     if others:
         raise UserError(f'{str(folder)!r} is not empty (it has {others[0]!r}); choose an empty or a new folder')
     (folder / WORK).mkdir(exist_ok=True)
-    _write(mark, key)
-
-
-def _write(path: Path, text: str) -> None:
-    """All of the text or none of it."""
-    temporary = path.with_name(f'.{path.name}.{os.getpid()}')
-    with open(temporary, 'w') as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    write_whole(mark, key)
 
 
 def _run_tasks(folder, found: sources.Source, tokenizer, text_field, workers, progress: Progress | None) -> list[dict]:
@@ -226,7 +216,7 @@ class _Shard:
             os.replace(self.temporary / name, self.folder / WORK / f'{self.index:05d}.{name}')
         train = self.writers.get('train')
         result = {'counts': self.counts, 'empty': self.empty, 'written': train.counts.tolist() if train else []}
-        _write(self.folder / WORK / f'{self.index:05d}.json', json.dumps(result))
+        write_whole(self.folder / WORK / f'{self.index:05d}.json', json.dumps(result))
 
     def discard(self) -> None:
         for file in self.files.values():
@@ -278,8 +268,9 @@ def _finish(folder: Path, found: sources.Source, tok: Tokenizer, key: str, resul
         skipped_files=found.skipped,
         splits=splits,
         unigram=unigram.tolist(),
+        cut=found.cut,
     )
-    _write(folder / 'meta.json', meta.to_json())
+    write_whole(folder / 'meta.json', meta.to_json())
 
 
 def _chunks(path: Path, dtype: str, width: int) -> Iterator[np.ndarray]:

@@ -1,7 +1,7 @@
 """Documents out of raw files, in pieces of bounded size, every refusal naming its place.
 
-Nothing here holds more than one record of at most RECORD_BYTES. A text longer than DOCUMENT_BYTES becomes several
-documents, cut after line ends where there are any, so that a file of any length is read with the same memory.
+Nothing here holds more than one record of at most RECORD_BYTES. A long text becomes several documents, cut after a blank
+line or a line end where there is one, so that a file of any length is read with the same memory.
 """
 
 import gzip
@@ -31,6 +31,7 @@ class Piece:
     lo: int
     hi: int
     size: int  # bytes, to share out the work
+    cut: int = DOCUMENT_BYTES  # a longer text file becomes several documents of at most so many bytes
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,14 @@ def documents(piece: Piece, text_field: str) -> Iterator[Document]:
 
 
 def cut(read: Callable[[int], bytes], limit: int) -> Iterator[bytes]:
-    """Parts of at most `limit` bytes of a byte stream: after the last line end that fits, else between characters."""
+    """Parts of at most `limit` bytes of a byte stream: up to the last blank line that fits, else line end, else character."""
     held = b''
     while True:
         held += read(limit + 1 - len(held))
         if len(held) <= limit:  # `read` gave less than it was asked for: this is the end
             break
-        end = held.rfind(b'\n', 0, limit) + 1
+        ends = [held.rfind(mark, 0, limit) + len(mark) for mark in (b'\n\n', b'\n\r\n') if mark in held[:limit]]
+        end = max(ends, default=held.rfind(b'\n', 0, limit) + 1)
         if not end:
             end = limit
             while end > limit - 3 and held[end] & 0xC0 == 0x80:  # inside a UTF-8 sequence
@@ -126,7 +128,7 @@ class _ZstdFile(io.RawIOBase):
 def _text(piece: Piece, text_field: str) -> Iterator[Document]:
     with opened(piece.path) as f:
         at = 0
-        for data in cut(f.read, DOCUMENT_BYTES):
+        for data in cut(f.read, piece.cut):
             if at == 0 and data.startswith(BOM):  # an encoding mark, not text
                 at, data = len(BOM), data[len(BOM) :]
             if (nul := data.find(b'\0')) >= 0:

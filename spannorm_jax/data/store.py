@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class Meta:
     splits: dict[str, SplitMeta]
     unigram: list[int]
     """How often each id is a target in the train split (a document's end counts as eos)."""
+    cut: int = 1 << 20
+    """A text longer than so many bytes became several documents."""
     contract: str = (
         'A document is bos t1..tn. A row is stream[p:p+T], its targets stream[p+1:p+T+1] with bos replaced by eos. '
         'bos occurs nowhere else. Ids are text only: no other special token is added.'
@@ -203,6 +206,20 @@ class Stream:
         if not path.is_file() or path.stat().st_size != 16 * n:
             raise BadData(f'{str(path)!r} does not hold {n} documents; prepare the folder again')
         return np.memmap(path, '<i8', 'r', shape=(n, 2))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of the text or none of it."""
+    temporary = path.with_name(f'.{path.name}.{os.getpid()}')
+    try:
+        with open(temporary, 'w') as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def storage_error(action: str, e: OSError) -> StorageError:
