@@ -101,13 +101,13 @@ def back(cfg: ModelConfig, where: dict[str, Place], weights: dict[str, Any], gra
 
 
 def shaped(cfg: ModelConfig, name: str, w: Any) -> Any:
-    heads = {'q': cfg.heads, 'k': cfg.kv, 'v': cfg.kv}
+    heads = {'q': cfg.heads, 'k': cfg.resolved_kv_heads, 'v': cfg.resolved_kv_heads}
     if name in heads:
-        return w.T.reshape(-1, heads[name], cfg.head)
+        return w.T.reshape(-1, heads[name], cfg.resolved_head_dim)
     if name in ('q_bias', 'k_bias', 'v_bias'):
-        return w.reshape(heads[name[0]], cfg.head)
+        return w.reshape(heads[name[0]], cfg.resolved_head_dim)
     if name == 'o':
-        return w.T.reshape(cfg.heads, cfg.head, -1)
+        return w.T.reshape(cfg.heads, cfg.resolved_head_dim, -1)
     if name in ('attn_gain', 'ffn_gain'):
         return w.reshape(())
     return w.T if name in ('head', 'gate', 'up', 'down') else w
@@ -300,7 +300,7 @@ def mhc_unit(facts: Facts, w: dict[str, Any], inputs: dict[str, Any]) -> dict[st
         seen.update(collapsed=x, branch_out=x @ w['branch.weight'].T)
         return seen['branch_out']
 
-    new = streams.mhc_sublayer(inputs['streams'], branch, weights)
+    new = sum(streams.mhc_sublayer(inputs['streams'], branch, weights))
     P_exit = jnp.moveaxis(w['head.hc_fn'].reshape(n, n, d), 0, -1)
     head = streams.mhc_exit(new, P_exit, w['head.hc_base'], w['head.hc_scale'], eps, guard)
     return seen | {'new_streams': new, 'head_out': head, 'loss_mean_sq': (head**2).mean()}
@@ -323,7 +323,7 @@ def hc_unit(facts: Facts, w: dict[str, Any], inputs: dict[str, Any]) -> dict[str
             seen[f'branch_in/{i}'] = x
             return jnp.tanh(x @ w[f'branch.{i}.weight'].T)
 
-        H = seen[f'streams/{i + 1}'] = streams.hc_sublayer(H, branch, alpha, beta)
+        H = seen[f'streams/{i + 1}'] = sum(streams.hc_sublayer(H, branch, alpha, beta))
     reduced = H.sum(-2)
     return seen | {'reduced': reduced, 'loss_mean_sq': (reduced**2).mean()}
 

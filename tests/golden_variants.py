@@ -28,7 +28,7 @@ VARIANTS = {
         {'hidden0_note': LATE, 'sliding_window': None, 'softcap': None}),
     'hf_olmo2': (dict(topology='reordered', qk_norm='whole', **ROPE), {}),
     'hf_hyperclovax_periln': (
-        dict(topology='peri', embed_norm=False, embed_scale=3.0, branch_scale=0.6, logit_scale=0.4, **ROPE),
+        dict(topology='peri', layers=1, heads=2, kv_heads=1, embed_norm=False, embed_scale=3.0, branch_scale=0.6, logit_scale=0.4, **ROPE),
         {'hidden0_note': RAW, 'embedding_multiplier': 3.0, 'residual_multiplier': 0.6, 'logits_multiplier': 0.4}),
     'xt_keel': (
         dict(topology='keel', first_block='uniform', alpha=2.5, final_norm=False, norm_eps=0.0, positions='rope_interleaved',
@@ -62,7 +62,6 @@ VARIANTS = {
     'normformer_fairseq': (dict(topology='normformer', activation='gelu', embed_scale=24**0.5, **SEQ), {}),
     'b2t_fairseq': (dict(topology='b2t', activation='relu', embed_scale=1.5, layers=3, **SEQ), {'embed_scale': 1.5}),
 }  # fmt: skip
-FAST_COMPILE = {'xla_cpu_use_fusion_emitters': False}
 BARE = ('c1', 'head_gain', 'resid_gain', 'attn_gain', 'ffn_gain')
 FFN = {
     'swiglu': 'swiglu',
@@ -76,8 +75,9 @@ def describe(name, cfg, extra):
     """config.json, from the README's conventions."""
     norm = {'layernorm': 'LayerNorm with bias', 'rmsnorm': 'rms, gain = 1 + weight' if cfg.norm_unit_offset else 'rms'}[cfg.norm]
     facts = {
-        'name': name, 'n_layers': cfg.layers, 'd_model': cfg.width, 'n_heads': cfg.heads, 'n_kv_heads': cfg.kv, 'head_dim': cfg.head,
-        'd_ff': cfg.hidden, 'vocab_size': cfg.vocab, 'norm': norm, 'norm_eps': cfg.norm_eps, 'tie_embeddings': cfg.tie_embeddings,
+        'name': name, 'n_layers': cfg.layers, 'd_model': cfg.width, 'n_heads': cfg.heads, 'n_kv_heads': cfg.resolved_kv_heads,
+        'head_dim': cfg.resolved_head_dim, 'd_ff': cfg.resolved_ffn, 'vocab_size': cfg.vocab,
+        'norm': norm, 'norm_eps': cfg.norm_eps, 'tie_embeddings': cfg.tie_embeddings,
         'ffn': GLU if name == 'xt_keel' else FFN[cfg.activation],
     }  # fmt: skip
     if cfg.positions == 'none':
@@ -156,9 +156,7 @@ def write(folder, name, random_params):
 
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'), jax.default_matmul_precision('highest'):
         wide = {k: jnp.asarray(v, 'float64') for k, v in named.items()}
-        (value, (logits, seen)), grads = jax.device_get(
-            jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=FAST_COMPILE)(wide)
-        )
+        (value, (logits, seen)), grads = jax.device_get(jax.jit(jax.value_and_grad(loss, has_aux=True))(wide))
     facts = maps.Facts(config, golden.defaults)
     out = {'logits': logits, 'loss': value} | {k: v for k, v in seen.items() if k.startswith('hidden/')}
     if extra.get('hidden0_note') == RAW:
@@ -195,7 +193,7 @@ def write_unit(folder, config, weights, inputs, forward):
 
     with jax.enable_x64(True), jax.numpy_rank_promotion('allow'), jax.default_matmul_precision('highest'):
         wide = jax.tree.map(lambda x: jnp.asarray(x, 'float64'), {'weights': weights, 'inputs': inputs})
-        grads, out = jax.device_get(jax.jit(jax.grad(loss, has_aux=True), compiler_options=FAST_COMPILE)(wide))
+        grads, out = jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(wide))
     out |= gradients(grads['weights']) | {f'grad/{k}': v for k, v in grads['inputs'].items()}
     save(folder, config | {'name': folder.name}, weights, inputs, out)
 

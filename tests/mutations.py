@@ -71,8 +71,8 @@ MUTATIONS = [
     Mutation(
         'peri: no norm on the output of attention',
         'topology.py',
-        "c.branch('attn', norm('attn_branch', attn(norm('attn_in', x))))",
-        "c.branch('attn', attn(norm('attn_in', x)))",
+        "c.add('attn', x, norm('attn_branch', attn(norm('attn_in', x))))",
+        "c.add('attn', x, attn(norm('attn_in', x)))",
         topology('peri-3'),
     ),
     Mutation(
@@ -92,8 +92,8 @@ MUTATIONS = [
     Mutation(
         'mixln: one PostNorm block too few',
         'topology.py',
-        'return round(cfg.post_fraction * cfg.layers)',
-        'return max(round(cfg.post_fraction * cfg.layers) - 1, 0)',
+        'return int(cfg.post_fraction * cfg.layers + 0.5)',
+        'return int(max(cfg.post_fraction * cfg.layers - 0.5, 0))',
         topology('mixln-3'),
     ),
     Mutation(
@@ -121,8 +121,8 @@ MUTATIONS = [
     Mutation(
         'siamese: s on the Y stream too',
         'topology.py',
-        "return norm('ffn_sum', X + c.s * o), Y + o",
-        "return norm('ffn_sum', X + c.s * o), Y + c.s * o",
+        "return norm('ffn_sum', c.add('ffn', X, c.s * o)), Y + o",
+        "return norm('ffn_sum', c.add('ffn', X, c.s * o)), Y + c.s * o",
         topology('siamese-3'),
     ),
     Mutation(
@@ -258,8 +258,8 @@ MUTATIONS = [
     Mutation(
         'model: constant branch factor ignored',
         'model.py',
-        'o * cfg.branch_scale if cfg.branch_scale != 1 else o',
-        'o',
+        'sums[site] = skip, o * cfg.branch_scale',
+        'sums[site] = skip, o',
         options('pre-scalar-gains'),
     ),
 ]

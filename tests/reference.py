@@ -227,7 +227,7 @@ def reordered(o, E):
 
 
 def mixln(o, E):
-    x, n_post = o.embed(E), round(o.cfg.post_fraction * o.cfg.layers)
+    x, n_post = o.embed(E), int(np.floor(o.cfg.post_fraction * o.cfg.layers + 0.5))
     for l in o.layers:
         x = post_block(o, l, x) if l < n_post else pre_block(o, l, x)
     return o.final(x)

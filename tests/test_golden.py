@@ -23,7 +23,6 @@ TOLERANCE = {'loss': (2e-5, 0.0), 'grad_l2': (1e-5, 1e-3), 'grad': (2e-5, 1e-3)}
 ACTIVATION = (5e-5, 1e-4)
 # The variants of the default run: the one with most multipliers, and the units. `--full` runs a variant of every golden.
 QUICK = ('hf_hyperclovax_periln', *maps.UNITS)
-FAST_COMPILE = {'xla_cpu_use_fusion_emitters': False}  # a quarter of the compile time, and compiling is all that these tests do
 
 
 def goldens(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -66,7 +65,7 @@ def run_model(golden, config, weights, inputs):
         log_p = jax.nn.log_softmax(logits[:, :-1])
         return -jnp.take_along_axis(log_p, tokens[:, 1:, None], -1).mean(), (features, logits, extras['hidden'], extras['after'])
 
-    step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=FAST_COMPILE)
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (value, (features, logits, hidden, after)), grads = jax.device_get(step(params))
     embedded = named['embed'][tokens] * (cfg.embed_scale if maps.hidden0_scaled(golden, facts) else 1.0)
     hidden = hidden if isinstance(hidden, tuple) else (hidden,)
@@ -90,7 +89,7 @@ def run_unit(unit, config, weights, inputs):
         out = unit(facts, both['weights'], both['inputs'])
         return out['loss_mean_sq'], out
 
-    step = jax.jit(jax.grad(loss, has_aux=True), compiler_options=FAST_COMPILE)
+    step = jax.jit(jax.grad(loss, has_aux=True))
     grads, out = jax.device_get(step({'weights': weights, 'inputs': inputs}))
     return out | gradients(grads['weights'] | grads['inputs']), facts
 

@@ -10,7 +10,6 @@ from spannorm_jax.initializers import is_param
 from spannorm_jax.model import infos, unstack
 
 TINY = dict(width=16, heads=4, kv_heads=2, ffn=24, vocab=29)
-FAST_COMPILE = {'xla_cpu_use_fusion_emitters': False}
 # Two packed rows: three documents whose positions start again; one that starts late and has gaps (RoPE cannot see a mere shift), padding.
 SEGMENTS = np.array([[1] * 4 + [2] * 3 + [3] * 3, [1] * 8 + [0] * 2])
 POSITIONS = np.array([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [5, 6, 7, 9, 10, 11, 14, 15, 0, 1]])
@@ -18,7 +17,8 @@ BUILT_IN = [name for name, entry in TOPOLOGIES.items() if entry.block.__module__
 OPTIONS = {
     'span-normed': dict(topology='span', first_skip='normed'),
     'span-no-embed-norm-final': dict(topology='span', embed_norm=False, final_norm=True, final_norm_eps=1e-2),
-    'mixln-half-branch-vector': dict(topology='mixln', layers=4, post_fraction=0.5, branch_gain='vector', branch_scale=0.7),
+    'mixln-half': dict(topology='mixln', layers=4, post_fraction=0.5),
+    'reordered-branch-vector': dict(topology='reordered', branch_gain='vector', branch_scale=0.7),
     'deepnorm-alpha': dict(topology='deepnorm', alpha=3.0, norm='layernorm', norm_bias=True, activation='gelu'),
     'keel-uniform-alpha': dict(topology='keel', first_block='uniform', alpha=2.5, positions='rope_interleaved'),
     'residual-scales': dict(topology='residual', residual_scale=0.5, residual_exit_scale=0.25, embed_norm=True, activation='relu'),
@@ -58,7 +58,7 @@ def agree(cfg, seed=0):
     oracle = reference.Oracle(cfg, unstack(cfg, params))
     want = oracle.run(tokens, SEGMENTS, POSITIONS)
     assert oracle.used == set(oracle.params), f'parameters the equations do not have: {sorted(set(oracle.params) - oracle.used)}'
-    apply = jax.jit(LM(cfg).apply, compiler_options=FAST_COMPILE)
+    apply = jax.jit(LM(cfg).apply)
     with jax.default_matmul_precision('highest'):
         got = apply(params, tokens, SEGMENTS, POSITIONS)
     assert np.abs(want).max() > 0.1
