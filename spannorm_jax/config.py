@@ -109,7 +109,7 @@ class ModelConfig:
     """Divide the input of every norm by max|x| / 8 over the whole tensor (CogView's fp16 guard; the batch is seen through eps)."""
 
     init: Literal['common', 'own'] = 'common'
-    """common: one recipe for every topology. own: the topology's published recipe."""
+    """common: one recipe for every topology. own: the topology's published recipe, which the three fields below do not change."""
     init_std: float | None = None
     """common: base std of every matrix; None means 1 / sqrt(fan_in)."""
     embed_std: float | None = None
@@ -119,10 +119,11 @@ class ModelConfig:
 
     dropout: float = 0.0
     """Dropout on the output of each branch and on the embedding, in training only."""
-    dtype: Literal['float32', 'bfloat16', 'float16', 'float64'] = 'float32'
-    """Dtype of the matrix products. Parameters, norm statistics, softmax and logits stay float32."""
+    dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
+    """Dtype of the matrix products. Parameters, norm statistics, softmax and logits stay float32. float64 (tests) needs jax_enable_x64."""
     residual_dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
-    """Dtype of the residual stream between blocks; sums that enter a norm are float32 whatever this says."""
+    """Dtype of the residual stream between blocks. Sums are float32 whatever this says, but bfloat16 rounds what leaves a block: a branch
+    below 1/256 of its skip (keel and deepnorm at depth) is then partly lost."""
     remat: Literal['none', 'full', 'dots'] = 'none'
     """Rematerialisation of a block: keep everything, only its input, or the results of its matrix products."""
     scan_unroll: int = 1
@@ -140,32 +141,42 @@ class ModelConfig:
             raise UserError(
                 f'model.heads = {self.heads} does not divide model.width = {self.width}; set model.head_dim or change one of them'
             )
-        if self.heads % self.kv:
-            raise UserError(f'model.kv_heads = {self.kv} does not divide model.heads = {self.heads}')
-        if self.positions != 'none' and self.head % 2:
-            raise UserError(f'RoPE needs an even head dimension, model.head_dim is {self.head}; set model.head_dim or model.positions none')
+        if self.heads % self.resolved_kv_heads:
+            raise UserError(f'model.kv_heads = {self.resolved_kv_heads} does not divide model.heads = {self.heads}')
+        if self.positions != 'none' and self.resolved_head_dim % 2:
+            raise UserError(f'RoPE needs an even head dimension, got {self.resolved_head_dim}; set model.head_dim or model.positions none')
         for name in ('post_fraction', 'dropout'):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f'model.{name} = {getattr(self, name)} is outside [0, 1]')
         if self.norm_eps < 0 or self.scan_unroll < 0:
             raise UserError('model.norm_eps and model.scan_unroll must not be negative')
-        # An option that the chosen topology does not read would change nothing: say so instead of ignoring it.
+        # A field that changes nothing here would split identical runs, or hide a mistake: say so instead of ignoring it.
         own = topologies.TOPOLOGIES[self.topology].options
         for f in dataclasses.fields(self):
             if f.name in topologies.OPTIONS and f.name not in own and getattr(self, f.name) != f.default:
                 readers = [n for n, t in topologies.TOPOLOGIES.items() if f.name in t.options]
                 raise UserError(f'model.{f.name} has no effect on topology {self.topology!r}; it is read by {", ".join(readers)}')
 
+        idle = {
+            "init = 'own'": ('init_std', 'embed_std', 'scale_init') if self.init == 'own' else (),
+            "init = 'common'": ('beta',) if self.init == 'common' else (),
+            "branch_gain = 'none'": ('branch_gain_init',) if self.branch_gain == 'none' else (),
+        }
+        for why, names in idle.items():
+            for f in dataclasses.fields(self):
+                if f.name in names and getattr(self, f.name) != f.default:
+                    raise UserError(f'model.{f.name} has no effect with model.{why}; leave it out or change the other')
+
     @property
-    def kv(self) -> int:
+    def resolved_kv_heads(self) -> int:
         return self.kv_heads or self.heads
 
     @property
-    def head(self) -> int:
+    def resolved_head_dim(self) -> int:
         return self.head_dim or self.width // self.heads
 
     @property
-    def hidden(self) -> int:
+    def resolved_ffn(self) -> int:
         if self.ffn is not None:
             return self.ffn
         return -(-self.width * (8 if self.gated else 12) // 3 // 8) * 8
@@ -324,18 +335,21 @@ class Config:
             raise UserError(f'optim.accumulate = {self.optim.accumulate} does not divide data.batch = {self.data.batch}')
 
 
-# Fields that say where a run is kept, watched and computed, not what it computes: they are outside its identity.
-_NOT_IDENTITY = {
+# Fields that say how a run is computed, watched and kept, not what it computes (up to rounding): they are outside its identity, and
+# may change when it goes on.
+HOW_NOT_WHAT = {
+    'model': ('remat', 'scan_unroll'),
     'data': ('workers', 'cache'),
+    'optim': ('loss_chunk',),
     'mesh': ('data', 'fsdp', 'tensor', 'devices', 'platform'),
-    'run': ('root', 'dir', 'sinks', 'log_every', 'checkpoint_every', 'keep', 'keep_every'),
+    'run': ('root', 'dir', 'sinks', 'log_every', 'stats_every', 'eval_every', 'checkpoint_every', 'keep', 'keep_every'),
 }
 
 
 def run_id(cfg: Config) -> str:
     """`<name>-<hash8>`, the hash over every field that can change a number of the run."""
     tree = to_dict(cfg)
-    for section, names in _NOT_IDENTITY.items():
+    for section, names in HOW_NOT_WHAT.items():
         for name in names:
             del tree[section][name]
     text = json.dumps(tree, sort_keys=True)

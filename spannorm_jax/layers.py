@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from spannorm_jax.config import ModelConfig
+from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import Init, make, matrix_init
 
 MASKED = -1e30  # finite, so that a row of masked scores gives a uniform softmax and no NaN
@@ -26,7 +27,9 @@ class Context(NamedTuple):
 
 
 def accumulator(cfg: ModelConfig) -> jnp.dtype:
-    """Dtype of sums and statistics: float32, or float64 where the products are."""
+    """Dtype of sums and statistics: float32, or float64 where the products are. Raises UserError for float64 without jax_enable_x64."""
+    if cfg.dtype == 'float64' and not jax.config.jax_enable_x64:
+        raise UserError("model.dtype = 'float64' needs jax.config.update('jax_enable_x64', True); without it JAX computes in float32")
     return jnp.promote_types(cfg.dtype, jnp.float32)
 
 
@@ -42,7 +45,7 @@ def context(
     mask_BTS = (t[:, None] >= t[None, :])[None] if causal else jnp.ones((1, len(t), len(t)), bool)
     if segments_BT is not None:
         mask_BTS &= segments_BT[:, :, None] == segments_BT[:, None, :]
-    rope = None if cfg.positions == 'none' else rope_angles(positions_BT, cfg.head, cfg.rope_theta)
+    rope = None if cfg.positions == 'none' else rope_angles(positions_BT, cfg.resolved_head_dim, cfg.rope_theta)
     return Context(mask_BTS, rope, dropout_key)
 
 
@@ -122,13 +125,13 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: Float[Array, 'B T D'], ctx: Context, norms: str = '', stats: bool = False):
         cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
-        D, N, K, H = x_BTD.shape[-1], cfg.heads, cfg.kv, cfg.head
+        D, N, K, H = x_BTD.shape[-1], cfg.heads, cfg.resolved_kv_heads, cfg.resolved_head_dim
         x_BTD = x_BTD.astype(dtype)
 
         def project(name, heads, axis):
-            w = make(self, name, (D, heads, H), ('width', axis, 'head'), 'read', matrix_init(cfg, name, D, heads * H), D)
+            w = make(self, name, (D, heads, H), ('width', axis, 'head_dim'), 'read', matrix_init(cfg, name, D, heads * H), D)
             out = jnp.einsum('BTD,DNH->BTNH', x_BTD, w.astype(dtype))
-            return out + bias(f'{name}_bias', (heads, H), (axis, 'head')).astype(dtype) if cfg.attn_bias else out
+            return out + bias(f'{name}_bias', (heads, H), (axis, 'head_dim')).astype(dtype) if cfg.attn_bias else out
 
         def bias(name, shape, axes):
             return make(self, name, shape, axes, 'bias', Init())
@@ -144,7 +147,7 @@ class Attention(nn.Module):
 
         if norms == 'inner':
             o_BTNH = Norm(cfg, name='norm_inner')(o_BTNH.reshape(*o_BTNH.shape[:2], N * H)).reshape(o_BTNH.shape)
-        w_NHD = make(self, 'o', (N, H, D), ('heads', 'head', 'width'), 'write', matrix_init(cfg, 'o', N * H, D), N * H)
+        w_NHD = make(self, 'o', (N, H, D), ('heads', 'head_dim', 'width'), 'write', matrix_init(cfg, 'o', N * H, D), N * H)
         out_BTD = jnp.einsum('BTNH,NHD->BTD', o_BTNH.astype(dtype), w_NHD.astype(dtype), preferred_element_type=accumulator(cfg))
         if cfg.attn_bias:
             out_BTD += bias('o_bias', (D,), ('width',))
@@ -187,7 +190,7 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x_BTD: Float[Array, 'B T D'], norms: str = ''):
         cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
-        D, F = x_BTD.shape[-1], cfg.hidden
+        D, F = x_BTD.shape[-1], cfg.resolved_ffn
         x_BTD = x_BTD.astype(dtype)
 
         def project(name):

@@ -69,7 +69,7 @@ class Block(nn.Module):
             B, T = jax.tree.leaves(stream)[0].shape[:2]
             ctx = context(cfg, jnp.broadcast_to(jnp.arange(T), (B, T)), causal=self.causal)
         key = None if ctx.dropout_key is None else jax.random.fold_in(ctx.dropout_key, coef['layer'])
-        into, out, stats = {}, {}, {}  # what entered and left each site
+        into, out, sums, stats = {}, {}, {}, {}  # what entered and left each site; (skip, branch) of explicit sums
 
         def norm(site, x):
             into[site], out[site] = x, apply_norm(cfg, site, x)
@@ -87,20 +87,21 @@ class Block(nn.Module):
         def param(name, shape, role, std=0.0, const=0.0, fn=None, sublayer=0):
             return make(self, name, shape, (None,) * len(shape), role, Init(std, const, fn, sublayer), layer=coef['layer'])
 
-        def branch(site, o):
+        def add(site, skip, o):
             if cfg.branch_gain != 'none':
                 shape = () if cfg.branch_gain == 'scalar' else o.shape[-1:]
                 o *= param(f'{site}_gain', shape, 'gate', const=cfg.branch_gain_init)
-            return o * cfg.branch_scale if cfg.branch_scale != 1 else o
+            sums[site] = skip, o * cfg.branch_scale
+            return sum(sums[site])
 
         attn_module, ffn_module = Attention(cfg, name='attn'), Mlp(cfg, name='ffn')
         attn = sublayer('attn', lambda x, norms: attn_module(x, ctx, norms, bool(self.collect)), 0)
         ffn = sublayer('ffn', lambda x, norms: (ffn_module(x, norms), {}), 1)
-        c = SimpleNamespace(cfg=cfg, param=param, branch=branch, **coef)
+        c = SimpleNamespace(cfg=cfg, param=param, add=add, **coef)
         stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
         stream = (self.rule or block_rule(cfg, self.layer))(stream, attn, ffn, norm, c)
         if self.collect:
-            stats |= block_stats(into, out, stream)
+            stats |= block_stats(into, out, sums, stream)
         stream = jax.tree.map(lambda x: x.astype(cfg.residual_dtype), stream)
         if self.collect == 'tensors':
             stats |= {'hidden': stream, 'after': {k: v for k, v in out.items() if k.startswith(('attn', 'ffn'))}}
@@ -112,19 +113,20 @@ def block_rule(cfg: ModelConfig, layer: int) -> Callable:
     return [rule for rule, n in topology.runs(cfg) for _ in range(n)][layer]
 
 
-def block_stats(into: dict[str, Array], out: dict[str, Array], stream: Any) -> dict[str, Array]:
+def block_stats(into: dict[str, Array], out: dict[str, Array], sums: dict[str, tuple], stream: Any) -> dict[str, Array]:
     """Scalars of one block: the sums that enter (or would enter) a norm, the branches, and how they correlate with their skip.
 
     sigma = mean over tokens of the std over channels of the sum; branch_var = variance of the branch as it is added; branch_skip_corr =
-    correlation of branch and (sum - branch) over all elements; rms of the stream that leaves. Several streams count as their mean.
+    correlation of branch and skip over all elements; rms of the stream that leaves. Several streams count as their mean.
+    `sums` holds what the topology added through `c.add`; where it wrote the sum itself, the branch is the sublayer's output.
     """
     one = lambda x: x.mean(-2) if x.ndim > 3 else x  # noqa: E731
     leaving = one(jax.tree.leaves(stream)[0])
-    sums = {'attn': into.get('attn_sum', into.get('ffn_in', into['ffn'])), 'ffn': into.get('ffn_sum', leaving)}
+    totals = {'attn': into.get('attn_sum', into.get('ffn_in', into['ffn'])), 'ffn': into.get('ffn_sum', leaving)}
     stats = {'rms': jnp.sqrt(jnp.square(leaving).mean())}
-    for name, total in sums.items():
-        o = out.get(f'{name}_branch', out[name])
-        skip = total - o
+    for name, total in totals.items():
+        skip, o = map(one, sums.get(name, (total - out[name], out[name])))
+        total = skip + o
         stats[f'sigma_{name}'] = total.std(-1).mean()
         stats[f'branch_var/{name}'] = o.var()
         covariance = ((o - o.mean()) * (skip - skip.mean())).mean()
@@ -154,7 +156,7 @@ class Stack(nn.Module):
         norm, c = functools.partial(apply_norm, cfg), SimpleNamespace(cfg=cfg, param=param)
         stream = entry.enter(x_BTD.astype(accumulator(cfg)), norm, c)
         stream = jax.tree.map(lambda x: x.astype(cfg.residual_dtype), stream)
-        block = Block if cfg.remat == 'none' else nn.remat(Block, prevent_cse=False, policy=REMAT[cfg.remat])
+        block = Block if cfg.remat == 'none' else nn.remat(Block, prevent_cse=cfg.scan_unroll != 1, policy=REMAT[cfg.remat])
         lo, stats = 0, []
         for i, (rule, n) in enumerate(topology.runs(cfg)):
             scanned = nn.scan(
@@ -229,9 +231,7 @@ class LM:
     def init(self, key: Array, tokens: Int[Array, 'B T'] | None = None, shardings: Any = None) -> dict[str, Any]:
         """Initial parameters, born with the given shardings (a tree like theirs). Each depends on the seed, its name and its layer
         alone (see `initializers.draw`); `tokens` is not needed and only there because Flax modules take an example input."""
-        # Random bits are long straight-line code that XLA:CPU takes many seconds to optimise and that runs once.
-        options = {'xla_backend_optimization_level': 0} if jax.default_backend() == 'cpu' else None
-        return jax.jit(functools.partial(draw_all, self.cfg), out_shardings=shardings, compiler_options=options)(key)
+        return initializer(self.cfg)(key) if shardings is None else _jit_draw(self.cfg, shardings)(key)
 
     def apply(
         self,
@@ -285,6 +285,15 @@ def each_param(cfg: ModelConfig, tree: Any) -> list[tuple[str, range | None, Any
     return leaves
 
 
+def _jit_draw(cfg: ModelConfig, shardings: Any = None) -> Callable[[Array], dict[str, Any]]:
+    # Random bits are long straight-line code that XLA:CPU takes many seconds to optimise and that runs once.
+    options = {'xla_backend_optimization_level': 0} if jax.default_backend() == 'cpu' else None
+    return jax.jit(functools.partial(draw_all, cfg), out_shardings=shardings, compiler_options=options)
+
+
+initializer = functools.cache(_jit_draw)  # compiled once per model
+
+
 def draw_all(cfg: ModelConfig, key: Array) -> dict[str, Any]:
     """The initial value of every parameter (a pure function; jit it)."""
     tree = infos(cfg)
@@ -333,7 +342,7 @@ def flops_per_token(cfg: ModelConfig, seq: int) -> float:
     matrices = ('read', 'write', 'head', 'mix', 'router')
     matmul = sum(math.prod(p.value.shape) for _, _, p in each_param(cfg, infos(cfg)) if p.role in matrices)
     matmul += cfg.vocab * cfg.width if cfg.tie_embeddings else 0
-    return 6.0 * matmul + 12.0 * cfg.layers * cfg.heads * cfg.head * (seq + 1) / 2
+    return 6.0 * matmul + 12.0 * cfg.layers * cfg.heads * cfg.resolved_head_dim * (seq + 1) / 2
 
 
 def param_roles(cfg: ModelConfig) -> Any:

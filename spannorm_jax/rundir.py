@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spannorm_jax.checkpoint import disk_errors
-from spannorm_jax.config import Config, edit, from_dict, run_id, to_dict
+from spannorm_jax.config import HOW_NOT_WHAT, Config, edit, from_dict, run_id, to_dict
 from spannorm_jax.errors import BadData, StorageError, UserError
 
 SMOOTHING = 20  # steps: a loss is judged by the mean of the last 20
@@ -17,12 +17,7 @@ DIVERGED_BY = 0.5  # nats above its own earlier minimum
 EXIT = {'completed': 0, 'diverged': 0, 'preempted': 75, 'failed': 1}
 NONFINITE_EXIT = 70
 
-# Fields that may change when a run goes on: they say how it is computed, watched and kept, not what it computes.
-RESUMABLE = {
-    'data.workers', 'data.cache', 'mesh.data', 'mesh.fsdp', 'mesh.tensor', 'mesh.devices', 'mesh.platform', 'model.remat',
-    'model.scan_unroll', 'optim.loss_chunk', 'run.root', 'run.dir', 'run.sinks', 'run.log_every', 'run.stats_every', 'run.eval_every',
-    'run.checkpoint_every', 'run.keep', 'run.keep_every',
-}  # fmt: skip
+RESUMABLE = {f'{section}.{name}' for section, names in HOW_NOT_WHAT.items() for name in names}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ RULES: dict[str, str | None] = {
     'kv': 'tensor',
     'ffn': 'tensor',
     'width': 'fsdp',
-    'head': None,
+    'head_dim': None,
     'norm': None,
     'layers': None,
 }

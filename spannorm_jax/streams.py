@@ -19,9 +19,9 @@ def hc_weights(H_norm, alpha, beta, w_alpha, w_beta, s_alpha, s_beta, tanh=True)
 
 
 def hc_sublayer(H, sub, alpha, beta):
-    """in = sum_s alpha[s,0] H_s; H'_t = sum_s alpha[s,t] H_s + beta[t] T(in), t = 1..n."""
+    """in = sum_s alpha[s,0] H_s; H'_t = sum_s alpha[s,t] H_s + beta[t] T(in), t = 1..n: the two terms of H'."""
     mixed = jnp.einsum('...sd,...st->...td', H, alpha)
-    return mixed[..., 1:, :] + beta[..., None] * sub(mixed[..., 0, :])[..., None, :]
+    return mixed[..., 1:, :], beta[..., None] * sub(mixed[..., 0, :])[..., None, :]
 
 
 def one_stream(key, shape, q):
@@ -68,10 +68,10 @@ def mhc_weights(H, P, b, a, rounds, eps, guard=0.0):
 
 
 def mhc_sublayer(H, sub, weights):
-    """x'_t = sum_s R[t,s] x_s + post[t] T(sum_s pre[s] x_s)."""
+    """x'_t = sum_s R[t,s] x_s + post[t] T(sum_s pre[s] x_s): the two terms of x'."""
     pre, post, R = weights
     o = sub(jnp.einsum('...s,...sd->...d', pre, H))
-    return jnp.einsum('...ts,...sd->...td', R, H) + post[..., None] * o[..., None, :]
+    return jnp.einsum('...ts,...sd->...td', R, H), post[..., None] * o[..., None, :]
 
 
 def mhc_exit(H, P, b, a, eps, guard=0.0):

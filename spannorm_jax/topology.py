@@ -6,9 +6,9 @@ A block function has the signature `(x, attn, ffn, norm, c) -> x'`:
          `norms='inner'` norms the concatenated heads before the output projection
   ffn    x -> F(x), dense or MoE; `norms='inner'` norms the hidden activation before the down projection
   norm   `norm(site, x)` applies the norm of that site, creating it on first use; a site that the config switches off is the identity
-  c      constants and extras: `c.cfg`, the coefficients of `coef` as attributes, `c.branch(site, o)` (learned and constant branch
+  c      constants and extras: `c.cfg`, the coefficients of `coef` as attributes, `c.add(site, skip, o)` = skip + o (with the learned
          factors), `c.param(name, shape, role, std=..., const=..., fn=...)` for parameters of the topology's own
-Sums are written in float32, so a large factor on the skip cannot swallow a branch in low precision.
+Sums are float32, so that inside a block a large factor on the skip cannot swallow a branch in low precision.
 This file imports no jax, so that the table and the configuration can be read (and `--help` printed) at once.
 """
 
@@ -58,8 +58,8 @@ BRANCH = ('branch_gain', 'branch_gain_init', 'branch_scale')
 
 def pre(x, attn, ffn, norm, c):
     """y = x + A(N1 x); x' = y + F(N2 y).  Source: Xiong et al. 2020, arXiv:2002.04745."""
-    x = x + c.branch('attn', attn(norm('attn_in', x)))
-    return x + c.branch('ffn', ffn(norm('ffn_in', x)))
+    x = c.add('attn', x, attn(norm('attn_in', x)))
+    return c.add('ffn', x, ffn(norm('ffn_in', x)))
 
 
 def post(x, attn, ffn, norm, c):
@@ -100,14 +100,14 @@ def hybrid_first(x, attn, ffn, norm, c):
 
 def peri(x, attn, ffn, norm, c):
     """y = x + N1o(A(N1i x)); x' = y + N2o(F(N2i y)).  Source: Peri-LN, arXiv:2502.02732."""
-    x = x + c.branch('attn', norm('attn_branch', attn(norm('attn_in', x))))
-    return x + c.branch('ffn', norm('ffn_branch', ffn(norm('ffn_in', x))))
+    x = c.add('attn', x, norm('attn_branch', attn(norm('attn_in', x))))
+    return c.add('ffn', x, norm('ffn_branch', ffn(norm('ffn_in', x))))
 
 
 def reordered(x, attn, ffn, norm, c):
     """y = x + N1(A x); x' = y + N2(F y).  Source: OLMo 2, arXiv:2501.00656."""
-    x = x + c.branch('attn', norm('attn_branch', attn(x)))
-    return x + c.branch('ffn', norm('ffn_branch', ffn(x)))
+    x = c.add('attn', x, norm('attn_branch', attn(x)))
+    return c.add('ffn', x, norm('ffn_branch', ffn(x)))
 
 
 def lns(x, attn, ffn, norm, c):
@@ -179,9 +179,9 @@ def siamese(stream, attn, ffn, norm, c):
     X, Y = stream
     inner = norm if c.cfg.siamese_input_norm else lambda site, x: x
     o = attn(inner('attn_in', X + norm('attn_y', Y)))
-    X, Y = norm('attn_sum', X + c.s * o), Y + o
+    X, Y = norm('attn_sum', c.add('attn', X, c.s * o)), Y + o
     o = ffn(inner('ffn_in', X + norm('ffn_y', Y)))
-    return norm('ffn_sum', X + c.s * o), Y + o
+    return norm('ffn_sum', c.add('ffn', X, c.s * o)), Y + o
 
 
 def siamese_olmo(stream, attn, ffn, norm, c):
@@ -190,9 +190,9 @@ def siamese_olmo(stream, attn, ffn, norm, c):
     X, Y = stream
     c1_D = c.param('c1', (c.cfg.width,), 'gain', const=1.0)
     o = attn(c1_D * X + norm('attn_y', Y), norms='qkv')
-    X, Y = norm('attn_sum', X + c.s * o), Y + o
+    X, Y = norm('attn_sum', c.add('attn', X, c.s * o)), Y + o
     o = ffn(norm('ffn_in', X + norm('ffn_y', Y)))
-    return X + c.s * o, Y + o
+    return c.add('ffn', X, c.s * o), Y + o
 
 
 # ---------------------------------------------------------------- many streams
@@ -218,7 +218,7 @@ def hc(H, attn, ffn, norm, c):
             c.param(f'{name}_beta_scale', (), 'gate', const=0.01),
             c.cfg.hc_tanh,
         )
-        H = streams.hc_sublayer(H, lambda x, sub=sub, name=name: sub(norm(f'{name}_in', x)), alpha, beta)
+        H = c.add(name, *streams.hc_sublayer(H, lambda x, sub=sub, name=name: sub(norm(f'{name}_in', x)), alpha, beta))
     return H
 
 
@@ -236,7 +236,7 @@ def mhc(H, attn, ffn, norm, c):
         ]
         a = [c.param(f'{name}_{k}_a', (), 'gate', const=0.01) for k in ('pre', 'post', 'mix')]
         weights = streams.mhc_weights(H, P, b, a, c.cfg.sinkhorn_rounds, c.cfg.norm_eps)
-        H = streams.mhc_sublayer(H, lambda x, sub=sub, name=name: sub(norm(f'{name}_in', x)), weights)
+        H = c.add(name, *streams.mhc_sublayer(H, lambda x, sub=sub, name=name: sub(norm(f'{name}_in', x)), weights))
     return H
 
 
@@ -264,8 +264,8 @@ def hybrid_recipe(cfg):
 
 
 def fairseq(cfg, gains=None):
-    """Xavier for the matrices, N(0, 1/D) for embedding and head."""
-    return Recipe('xavier', embed=cfg.width**-0.5, head=cfg.width**-0.5, gains=gains or {})
+    """Xavier for the matrices; embedding N(0, 1/D) times its factor sqrt(D), which is a stream of rms 1 whatever embed_scale is."""
+    return Recipe('xavier', embed=1 / cfg.embed_scale, head=cfg.width**-0.5, gains=gains or {})
 
 
 def deepnorm_recipe(cfg):
@@ -283,7 +283,7 @@ def first(block_0, block):
 
 
 def post_blocks(cfg) -> int:
-    return round(cfg.post_fraction * cfg.layers)
+    return int(cfg.post_fraction * cfg.layers + 0.5)  # halves up at every depth
 
 
 TOPOLOGIES: dict[str, Topology] = {
@@ -309,7 +309,7 @@ TOPOLOGIES: dict[str, Topology] = {
         reordered, 'y = x + N1(A x); x\' = y + N2(F y)', 'arXiv:2501.00656', ('olmo2', 'outputnorm', 'output_norm'), options=BRANCH),
     'mixln': Topology(
         pre, 'first post_fraction of the blocks post, the rest pre', 'arXiv:2412.13795', ('mix_ln', 'mix'),
-        options=('post_fraction', *BRANCH), plan=lambda cfg: [(post, post_blocks(cfg)), (pre, cfg.layers - post_blocks(cfg))],
+        options=('post_fraction',), plan=lambda cfg: [(post, post_blocks(cfg)), (pre, cfg.layers - post_blocks(cfg))],
         recipe=lambda cfg: Recipe(0.02, embed=0.4**0.5)),
     'lns': Topology(
         lns, 'y = x + A(s N1 x); x\' = y + F(s N2 y), s = 1/sqrt(l)', 'arXiv:2502.05795', ('layernorm_scaling', 'ln_scaling'),

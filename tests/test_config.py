@@ -23,6 +23,7 @@ def test_identity_holds_what_changes_numbers_and_nothing_else():
         {'mesh.fsdp': 2},
         {'run.keep': 5},
         {'run.checkpoint_every': 7},
+        {'model.remat': 'full'},
     ):
         assert run_id(edit(base, change)) == run_id(base)
     for change in (
@@ -31,7 +32,7 @@ def test_identity_holds_what_changes_numbers_and_nothing_else():
         {'data.batch': 16},
         {'optim.lr_peak': 2e-3},
         {'run.steps': 5},
-        {'model.remat': 'full'},
+        {'run.eval_tokens': 9},
     ):
         assert run_id(edit(base, change)) != run_id(base)
     assert run_id(base).startswith('run-') and len(run_id(base)) == len('run-') + 8
@@ -56,6 +57,10 @@ def test_identity_holds_what_changes_numbers_and_nothing_else():
         (lambda: ModelConfig(dropout=1.5), 'outside'),
         (lambda: ModelConfig(first_skip='normed', topology='pre'), 'no effect on topology'),
         (lambda: ModelConfig(branch_gain='scalar'), 'no effect on topology'),
+        (lambda: ModelConfig(init='own', scale_init='none'), "scale_init has no effect with model.init = 'own'"),
+        (lambda: ModelConfig(topology='deepnorm', beta=2.0), "beta has no effect with model.init = 'common'"),
+        (lambda: ModelConfig(topology='pre', branch_gain_init=1.0), "branch_gain_init has no effect with model.branch_gain = 'none'"),
+        (lambda: ModelConfig(topology='mixln', branch_scale=0.1), 'no effect on topology'),
         (lambda: DataConfig(batch=0), 'batch'),
         (lambda: DataConfig(workers=-1), 'workers'),
         (lambda: OptimConfig(optimizer='adam'), 'adamw'),

@@ -59,7 +59,7 @@ def test_common_recipe_is_the_same_for_every_topology(name, scale_init, scale):
 MEGATRON = expect(sigma(0.02), (2 * L) ** -0.5, embed=0.02)
 PLAIN = expect(sigma(0.02), embed=0.02)
 HYBRID = expect(sigma((2.5 * D) ** -0.5), (2 * L) ** -0.5, embed=(2.5 * D) ** -0.5)
-FAIRSEQ = expect(XAVIER, embed=D**-0.5, head=D**-0.5)
+FAIRSEQ = expect(XAVIER, embed=1.0, head=D**-0.5)  # N(0, 1/D) times sqrt(D)
 ALL = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 VALUE = ALL[2:]
 OWN = {
@@ -79,9 +79,9 @@ OWN = {
     'siamese_olmo': HYBRID,
     'residual': FAIRSEQ,
     'normformer': FAIRSEQ,
-    'b2t': expect(XAVIER, embed=D**-0.5, head=D**-0.5, gains=dict.fromkeys(ALL, L**-0.5)),
-    'deepnorm': expect(XAVIER, embed=D**-0.5, head=D**-0.5, gains=dict.fromkeys(VALUE, (8 * L) ** -0.25)),
-    'subln': expect(XAVIER, embed=D**-0.5, head=D**-0.5, gains=dict.fromkeys(VALUE, math.sqrt(math.log(2 * L)))),
+    'b2t': expect(XAVIER, embed=1.0, head=D**-0.5, gains=dict.fromkeys(ALL, L**-0.5)),
+    'deepnorm': expect(XAVIER, embed=1.0, head=D**-0.5, gains=dict.fromkeys(VALUE, (8 * L) ** -0.25)),
+    'subln': expect(XAVIER, embed=1.0, head=D**-0.5, gains=dict.fromkeys(VALUE, math.sqrt(math.log(2 * L)))),
     'hc': expect(sigma(0.02), 4**-0.5, embed=0.02),
 }
 
@@ -89,6 +89,11 @@ OWN = {
 @pytest.mark.parametrize('name', sorted(OWN))
 def test_own_recipe_is_the_published_one(name):
     assert intended(config(name, init='own')) == pytest.approx(OWN[name])
+
+
+def test_fairseq_stream_starts_at_rms_one_whatever_the_embedding_factor():
+    for name in ('deepnorm', 'residual', 'normformer', 'subln', 'b2t'):
+        assert intended(config(name, init='own', embed_scale=D**0.5))['embed'] == pytest.approx(D**-0.5)
 
 
 def test_every_topology_has_its_recipe_checked():

@@ -1,6 +1,7 @@
 """Modules used alone, statistics against brute force, canonical names, dtypes and counts."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 from test_topology import random_params, tiny
 
+from spannorm_jax.errors import UserError
 from spannorm_jax.layers import Attention, Norm, attend, context, rope, rope_angles
 from spannorm_jax.model import LM, Block, Stack, count_params, flops_per_token, infos, restack, unstack
+from spannorm_jax.topology import TOPOLOGIES
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.standard_normal((2, 6, 16)), jnp.float32)
@@ -50,19 +53,25 @@ def test_counts():
     assert count_params(tied) == count_params(cfg) - V * D and flops_per_token(tied, 12) == flops_per_token(cfg, 12)
 
 
-def test_block_alone_is_the_block_of_a_stack():
-    """Blocks 0..L-1 applied one by one with their slice of the parameters give what the scan gives."""
-    for name in ('span', 'mixln', 'siamese'):
-        cfg = tiny(name, final_norm=False, embed_norm=False)
-        stack = Stack(cfg)
-        variables = nn.meta.unbox(jax.jit(stack.init)(jax.random.key(0), X))
-        want, _ = jax.jit(stack.apply)(variables, X)
-        runs = [jax.tree.map(lambda x, i=i: x[i], run) for run in variables['params'].values() for i in range(len(jax.tree.leaves(run)[0]))]
-        stream = (X, X) if name == 'siamese' else X
-        for l, params in enumerate(runs):
-            stream, _ = jax.jit(Block(cfg, layer=l).apply)({'params': params}, stream)
-        got = stream[0] + stream[1] if name == 'siamese' else stream
-        np.testing.assert_allclose(got, want, atol=2e-5)
+@pytest.mark.parametrize('name', sorted(TOPOLOGIES))
+def test_blocks_one_by_one_are_the_scan(name):
+    """Block(cfg, layer=l), l = 0..L-1, each with its slice of the parameters, give the stream that the scan gives: no scan involved."""
+    cfg = tiny(name)
+    tree = random_params(cfg)
+    _, extras = jax.jit(lambda p: Stack(cfg, collect='tensors').apply({'params': p}, X))(tree['stack'])
+    runs = [v for k, v in tree['stack'].items() if k.startswith('blocks_')]
+    layers = [jax.tree.map(lambda x, i=i: x[i], run) for run in runs for i in range(len(jax.tree.leaves(run)[0]))]
+    outside = {k: v for k, v in tree['stack'].items() if not k.startswith('blocks_')}
+
+    def norm(site, x):
+        return Norm(cfg).apply({'params': outside[f'norm_{site}']}, x) if f'norm_{site}' in outside else x
+
+    stream = TOPOLOGIES[name].enter(X, norm, SimpleNamespace(cfg=cfg))
+    assert len(layers) == 3
+    for l, params in enumerate(layers):
+        stream, _ = jax.jit(Block(cfg, layer=l).apply)({'params': params}, stream)
+        want = jax.tree.map(lambda x, l=l: x[l], extras['hidden'])
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), stream, want)
 
 
 def test_block_in_a_model_of_ones_own():
@@ -106,6 +115,33 @@ def test_statistics_are_what_they_say(tokens):
         for site, skip in (('attn', enters), ('ffn', skip_ffn)):
             want = [np.corrcoef(a.ravel(), s.ravel())[0, 1] for a, s in zip(after[site], skip, strict=True)]
             np.testing.assert_allclose(scalars[f'branch_skip_corr/{site}'], want, atol=1e-4)
+
+
+def test_statistics_see_the_branch_as_it_is_added(tokens):
+    """Factors on a branch count: a gate of 0 adds nothing, a constant scales the variance, SiameseNorm adds s o to its first stream."""
+
+    def stats(name, **fields):
+        cfg = tiny(name, **fields)
+        params = unstack(cfg, random_params(cfg))
+        if fields.get('branch_gain') == 'scalar':
+            params |= {k: np.zeros_like(v) for k, v in params.items() if k.endswith(('attn_gain', 'ffn_gain'))}
+        return jax.jit(lambda p: LM(cfg).apply(p, tokens, stats='tensors')[1])(restack(cfg, params))
+
+    gated = stats('pre', branch_gain='scalar')
+    for site in ('attn', 'ffn'):
+        np.testing.assert_array_equal(gated[f'branch_var/{site}'], 0)
+        np.testing.assert_allclose(gated[f'branch_skip_corr/{site}'], 0, atol=1e-6)
+    for name in ('pre', 'peri'):
+        plain, scaled = stats(name, layers=1), stats(name, layers=1, branch_scale=0.1)
+        np.testing.assert_allclose(scaled['branch_var/attn'], 0.01 * plain['branch_var/attn'], rtol=1e-4)
+    siamese = stats('siamese')
+    for run in siamese['after']:
+        s_L = (np.arange(3) + 1) ** -0.5
+        want = (s_L[:, None, None, None] * run['attn']).var((1, 2, 3))
+        np.testing.assert_allclose(siamese['branch_var/attn'], want, rtol=1e-4)
+    for name in ('hc', 'mhc', 'siamese_olmo', 'normformer'):
+        found = stats(name)
+        assert all(np.abs(found[f'branch_skip_corr/{site}']).max() <= 1 + 1e-5 for site in ('attn', 'ffn'))
 
 
 def test_attention_entropy_is_one_when_uniform_and_zero_when_certain():
@@ -179,6 +215,8 @@ def test_double_precision_agrees_to_float32(tokens):
     cfg = tiny('span')
     params = random_params(cfg)
     single = jax.jit(LM(cfg).apply)(params, tokens)
+    with pytest.raises(UserError, match='jax_enable_x64'):
+        jax.eval_shape(LM(tiny('span', dtype='float64')).apply, params, tokens)
     with jax.enable_x64(True):
         wide = dataclasses.replace(cfg, dtype='float64', residual_dtype='float64')
         double = jax.jit(LM(wide).apply)(jax.tree.map(lambda x: np.asarray(x, np.float64), params), tokens)

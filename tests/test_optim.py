@@ -114,8 +114,8 @@ def test_muon_update_is_orthogonal_with_the_rms_of_adamw():
     cfg = edit(TINY, {'optim.optimizer': 'muon', 'optim.weight_decay': 0.0, 'optim.lr_peak': 1.0, 'optim.schedule': 'constant'})
     cfg = edit(cfg, {'optim.warmup_steps': 0, 'optim.muon_lr': 2.0})
     tree = {
-        'q': leaf((2, 16, 4, 3), 'read', ('layers', 'width', 'heads', 'head')),  # 16 x 12, twice
-        'o': leaf((2, 4, 3, 16), 'write', ('layers', 'heads', 'head', 'width')),  # 12 x 16, twice
+        'q': leaf((2, 16, 4, 3), 'read', ('layers', 'width', 'heads', 'head_dim')),  # 16 x 12, twice
+        'o': leaf((2, 4, 3, 16), 'write', ('layers', 'heads', 'head_dim', 'width')),  # 12 x 16, twice
         'e': leaf((5, 16), 'embed'),
     }
     params = {k: jax.random.normal(jax.random.key(i), p.value.shape) for i, (k, p) in enumerate(tree.items())}

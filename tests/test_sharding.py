@@ -43,8 +43,8 @@ def test_a_batch_that_does_not_divide_is_explained():
 
 def test_rules_split_what_divides_and_say_what_does_not():
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
-    assert spec(('layers', 'width', 'heads', 'head'), (3, 8, 4, 6), mesh) == (P(None, 'fsdp', 'tensor', None), [])
-    assert spec(('width', 'kv', 'head'), (8, 2, 6), mesh) == (
+    assert spec(('layers', 'width', 'heads', 'head_dim'), (3, 8, 4, 6), mesh) == (P(None, 'fsdp', 'tensor', None), [])
+    assert spec(('width', 'kv', 'head_dim'), (8, 2, 6), mesh) == (
         P('fsdp', None, None),
         ['kv = 2 does not divide over mesh.tensor = 4: kept whole'],
     )

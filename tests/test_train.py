@@ -19,6 +19,7 @@ from spannorm_jax.model import LM, infos, unstack
 from spannorm_jax.optim import make_optimizer
 from spannorm_jax.rundir import Outcome, Position
 from spannorm_jax.step import backward_order, evaluate, init_state, leaf_names, make_eval_step, make_step
+from spannorm_jax.topology import TOPOLOGIES
 from spannorm_jax.train import fit
 
 
@@ -112,8 +113,11 @@ def test_layer_statistics():
     np.testing.assert_allclose(layer['update_ratio/write'][1], 0.005 / np.sqrt(np.square(w).mean()), rtol=1e-2)
 
 
-@pytest.mark.parametrize('topology', ['pre', pytest.param('span', marks=pytest.mark.full), pytest.param('hc', marks=pytest.mark.full)])
-@pytest.mark.parametrize('optimizer', ['adamw', pytest.param('muon', marks=pytest.mark.full)])
+EVERY = [n if n in ('span', 'siamese') else pytest.param(n, marks=pytest.mark.full) for n in sorted(TOPOLOGIES)]
+
+
+@pytest.mark.parametrize('topology', EVERY)
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
 def test_scanned_layers_train_as_unrolled_ones(topology, optimizer):
     cfg = edit(TINY, {'model.topology': topology, 'optim.optimizer': optimizer, 'model.layers': 3, 'optim.eps': 1e-5})
     feed = batches(3)
