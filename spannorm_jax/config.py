@@ -385,7 +385,7 @@ def from_dict(cls: type, tree: Any, where: str = '') -> Any:
         if name not in names:
             raise UserError(f'{cls.__name__} has no field {where + name!r}; {nearest(name, names)}')
         hint = hints[name]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             values[name] = from_dict(hint, value, f'{where}{name}.')
         else:
             value = tuple(value) if isinstance(value, list) else value

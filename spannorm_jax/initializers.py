@@ -4,6 +4,7 @@ Roles: embed, read (q k v gate up), write (o down: what adds to the residual str
 topology), mix (its learned matrices), router, router_bias. They also decide weight decay and what each diagnostic reports.
 """
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Callable
@@ -53,13 +54,13 @@ class Param(nn.meta.AxisMetadata):
         return self.value
 
     def replace_boxed(self, val):
-        return self.replace(value=val)
+        return dataclasses.replace(self, value=val)
 
     def add_axis(self, index, params):
-        return self.replace(axes=(*self.axes[:index], params[nn.PARTITION_NAME], *self.axes[index:]))
+        return dataclasses.replace(self, axes=(*self.axes[:index], params[nn.PARTITION_NAME], *self.axes[index:]))
 
     def remove_axis(self, index, params):
-        return self.replace(axes=self.axes[:index] + self.axes[index + 1 :])
+        return dataclasses.replace(self, axes=self.axes[:index] + self.axes[index + 1 :])
 
 
 def is_param(x: Any) -> bool:
@@ -70,7 +71,8 @@ def make(
     mod: nn.Module, name: str, shape: tuple[int, ...], axes: tuple, role: str, init: Init, fan_in: int = 1, layer: Any = 0
 ) -> jax.Array:
     """Create (or read) the parameter `name` of a Linen module; `layer` is the 0-based block index that some inits depend on."""
-    return mod.param(name, lambda key: Param(init(key, shape, layer), axes, role, init, fan_in))
+    value: Any = mod.param(name, lambda key: Param(init(key, shape, layer), axes, role, init, fan_in))  # unboxed by Linen
+    return value
 
 
 def recipe(cfg: ModelConfig) -> Recipe:

@@ -28,7 +28,7 @@ class Context(NamedTuple):
 
 def accumulator(cfg: ModelConfig) -> jnp.dtype:
     """Dtype of sums and statistics: float32, or float64 where the products are. Raises UserError for float64 without jax_enable_x64."""
-    if cfg.dtype == 'float64' and not jax.config.jax_enable_x64:
+    if cfg.dtype == 'float64' and not jax.config.read('jax_enable_x64'):
         raise UserError("model.dtype = 'float64' needs jax.config.update('jax_enable_x64', True); without it JAX computes in float32")
     return jnp.promote_types(cfg.dtype, jnp.float32)
 

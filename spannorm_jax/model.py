@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from spannorm_jax import topology
@@ -163,7 +164,7 @@ class Stack(nn.Module):
                 block,
                 variable_axes={'params': 0},
                 split_rngs={'params': True},
-                in_axes=(0, nn.broadcast),
+                in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
                 length=n,
                 unroll=min(cfg.scan_unroll, n) or n,
                 metadata_params={nn.PARTITION_NAME: 'layers'},
@@ -207,11 +208,11 @@ class Transformer(nn.Module):
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         ctx = context(cfg, positions_BT, segments_BT, dropout_key=dropout_key if cfg.dropout else None)
         x_BTD, extras = Stack(cfg, collect=self.collect, name='stack')(x_BTD, ctx)
-        if not cfg.tie_embeddings:
+        if cfg.tie_embeddings:
+            w_DV = w_VD.T
+        else:
             w_DV = make(self, 'head', (D, V), ('width', 'vocab'), 'head', matrix_init(cfg, 'head', D, V), D)
-        if not head:
-            return x_BTD, extras
-        return head_logits(cfg, x_BTD, w_VD.T if cfg.tie_embeddings else w_DV), extras
+        return head_logits(cfg, x_BTD, w_DV) if head else x_BTD, extras
 
 
 def head_logits(cfg: ModelConfig, x_BTD: Float[Array, '... D'], w_DV: Float[Array, 'D V']) -> Float[Array, '... V']:
@@ -259,7 +260,7 @@ class LM:
         """The head alone."""
         return head_logits(self.cfg, features, params['embed'].T if self.cfg.tie_embeddings else params['head'])
 
-    def _run(self, params, tokens, segments, positions, dropout_key, stats, head):
+    def _run(self, params, tokens, segments, positions, dropout_key, stats, head) -> Any:
         collect = 'stats' if stats is True else stats or ''
         return Transformer(self.cfg, collect).apply({'params': params}, tokens, segments, positions, dropout_key, head)
 
@@ -309,7 +310,7 @@ def unstack(cfg: ModelConfig, tree: Any) -> dict[str, Any]:
     """Parameters by canonical name: embed, head, norm_final.gain, layers.3.attn.q, ... Arrays come as NumPy views, tracers as slices."""
     named = {}
     for name, layers, leaf in each_param(cfg, tree):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
             leaf = np.asarray(leaf)  # one copy; slicing a device array layer by layer is a dispatch each
         for i, l in enumerate(layers or [None]):
             named[layer_name(name, l)] = leaf if l is None else leaf[i]

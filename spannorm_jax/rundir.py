@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spannorm_jax import load
 from spannorm_jax.checkpoint import disk_errors
-from spannorm_jax.config import HOW_NOT_WHAT, Config, edit, from_dict, run_id, to_dict
+from spannorm_jax.config import HOW_NOT_WHAT, Config, edit, run_id, to_dict
 from spannorm_jax.errors import BadData, StorageError, UserError
 
 SMOOTHING = 20  # steps: a loss is judged by the mean of the last 20
@@ -30,6 +30,7 @@ class Outcome:
     first_nonfinite: str | None = None
     skipped: int = 0
     rollbacks: int = 0
+    corpus: str = ''  # hash of the text
     dir: str = ''
     message: str = ''
 
@@ -99,12 +100,6 @@ def diverged(pos: Position, unigram: float) -> str:
     return ''
 
 
-def unigram_entropy(counts: Any) -> float:
-    """Entropy in nats of the distribution that counts make: the loss of a model that knows frequencies and no context."""
-    total = sum(counts)
-    return -sum(c / total * math.log(c / total) for c in counts if c) if total else math.inf
-
-
 def run_dir(cfg: Config) -> Path:
     return Path(cfg.run.dir) if cfg.run.dir else Path(cfg.run.root) / run_id(cfg)
 
@@ -136,14 +131,7 @@ def check_resumable(then: Config, now: Config, folder: Path) -> None:
 
 def read_config(folder: Path) -> Config | None:
     """The configuration of a run directory, None where there is none yet."""
-    path = folder / 'config.json'
-    tree = read_json(path)
-    if tree is None:
-        return None
-    try:
-        return from_dict(Config, tree)
-    except UserError as e:
-        raise BadData(f'{str(path)!r}: {e}') from e
+    return load.read_config(folder) if (folder / 'config.json').exists() else None
 
 
 def write_config(folder: Path, cfg: Config) -> None:

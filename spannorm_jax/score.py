@@ -1,6 +1,5 @@
 """How good a run is: its newest checkpoint on held-out text, and one line that sums a run up."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from spannorm_jax.load import read_config
 from spannorm_jax.model import LM, infos
 from spannorm_jax.rundir import Outcome
 from spannorm_jax.step import evaluate, make_eval_step
+from spannorm_jax.track import parse_rows
 
 PROTOCOL = (
     'rows of {seq} tokens, cut from whole documents without overlap; a token sees its own document from the start of its row; '
@@ -80,7 +80,7 @@ def restore_params(run: Path, cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Any
         step = checkpoints.latest()
         if step is None:
             raise MissingInput(f'{str(run)!r} has no whole checkpoint yet; train it first: spannorm train {run / "config.json"}')
-        return checkpoints.restore_params(step, like), step, checkpoints.meta(step)['corpus']
+        return checkpoints.restore_params(step, like), step, checkpoints.meta(step).get('text', '')
 
 
 def summary(cfg: Config, outcome: Outcome) -> str:
@@ -88,13 +88,13 @@ def summary(cfg: Config, outcome: Outcome) -> str:
     folder = Path(outcome.dir)
     last: dict[str, Any] = {}
     metrics = folder / 'metrics.jsonl'
-    for line in metrics.read_text('utf-8').splitlines() if metrics.is_file() else ():
-        last |= json.loads(line)
+    for row in parse_rows(metrics.read_text('utf-8'), str(metrics)) if metrics.is_file() else ():
+        last |= row
     parts = [f'{folder.name}: {outcome.status} at step {outcome.step}']
     if outcome.reason:
         parts.append(outcome.reason)
     if 'eval/bits_per_byte' in last:
-        parts.append(f'validation {last["eval/bits_per_byte"]:.3f} bits/byte{_bigram(cfg)}')
+        parts.append(f'validation {last["eval/bits_per_byte"]:.3f} bits/byte{_bigram(cfg) if outcome.status == "completed" else ""}')
     if 'test/bits_per_byte' in last:
         parts.append(f'test {last["test/bits_per_byte"]:.3f}')
     picture = folder / 'loss.png'

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +90,7 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
         return jax.random.fold_in(key, i) if model.dropout else None
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        chex.assert_equal_shape(list(batch.values()))
         tokens = (batch['segments'] > 0).sum()
         count = jnp.maximum(tokens, 1).astype(jnp.float32)
         grads, (parts, extras) = gradient(state.params, batch, dropout_key(seed, state.step), count)
@@ -107,6 +109,8 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
             keep(opt_state, state.opt_state),
             state.stopped | (~finite & sticky),
         )
+        # A dtype that drifts would compile the step again, and again after a restore.
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
         nonfinite = ~jnp.isfinite(squares[backward])
         metrics = parts | {
             'grad_norm': grad_norm,

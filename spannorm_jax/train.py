@@ -14,6 +14,7 @@ from spannorm_jax import plot, rundir, sharding
 from spannorm_jax.checkpoint import Checkpoints, disk_errors
 from spannorm_jax.config import Config, to_dict
 from spannorm_jax.data import check_vocab, open_data
+from spannorm_jax.data.baselines import unigram_entropy
 from spannorm_jax.errors import BadData, StorageError, UserError
 from spannorm_jax.host import Clock, Feed, Signals, alone, use_compilation_cache
 from spannorm_jax.model import LM, infos
@@ -151,7 +152,7 @@ def restore(run: Run) -> tuple[TrainState, Position]:
         where = run.folder / 'checkpoints' / str(latest)
         raise BadData(f'checkpoint {str(where)!r} is of another model (it differs in {", ".join(differ)}); use another run.dir')
     for what, found in data_identity(run.corpus).items():
-        if meta[what] != found:
+        if meta.get(what) != found:
             raise UserError(
                 f'the {what} has changed since step {latest} of {str(run.folder)!r}; give another run.dir, or the data it began with'
             )
@@ -182,7 +183,7 @@ def train(run: Run) -> Outcome:
         if interrupted:
             return ended(run, 'preempted', pos, 'interrupted: run the same command again to go on')
         if end:
-            why = rundir.diverged(pos, rundir.unigram_entropy(run.corpus.meta.unigram))
+            why = rundir.diverged(pos, unigram_entropy(run.corpus.meta.unigram))
             return ended(run, 'diverged' if why else 'completed', pos, why)
         state, pos, row, bad = advance(run, state, pos)
         if bad is not None:
@@ -283,11 +284,11 @@ def ended(run: Run, status: str, pos: Position, reason: str, first: str | None =
     text = f'{run.folder}: {status} at step {pos.step}' + (f': {reason}' if reason else '')
     last = {k: v for row in run.log.rows[-1:] for k, v in row.items() if k in ('train/loss', 'eval/loss', 'test/loss') and v is not None}
     text += ''.join(f', {k} {v:.4f}' for k, v in last.items())
-    return Outcome(status, pos.step, reason, first, pos.skipped, pos.rollbacks, str(run.folder), text)
+    return Outcome(status, pos.step, reason, first, pos.skipped, pos.rollbacks, run.corpus.hash, str(run.folder), text)
 
 
 def draw(run: Run) -> None:
-    baselines = {'unigrams': rundir.unigram_entropy(run.corpus.meta.unigram)}
+    baselines = {'unigrams': unigram_entropy(run.corpus.meta.unigram)}
     with disk_errors('write', run.folder):
         plot.save_loss_figure(run.folder / 'loss.png', run.log.rows, run.folder.name, baselines)
 
