@@ -361,13 +361,18 @@ def edit(cfg: Any, changes: dict[str, Any]) -> Any:
 
     Raises UserError for a field that does not exist, naming the nearest one.
     """
+    new, inner = {}, {}
     for path, value in changes.items():
         head, _, rest = path.partition('.')
         names = [f.name for f in dataclasses.fields(cfg)]
         if head not in names:
             raise UserError(f'{type(cfg).__name__} has no field {head!r}; {nearest(head, names)}')
-        cfg = dataclasses.replace(cfg, **{head: edit(getattr(cfg, head), {rest: value}) if rest else value})
-    return cfg
+        if rest:
+            inner.setdefault(head, {})[rest] = value
+        else:
+            new[head] = value
+    # All changes of one section at once: what they make together must be valid, not each on the way.
+    return dataclasses.replace(cfg, **new, **{head: edit(getattr(cfg, head), rest) for head, rest in inner.items()})
 
 
 def to_dict(cfg: Any) -> dict[str, Any]:

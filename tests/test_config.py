@@ -14,6 +14,11 @@ def test_json_round_trip_and_edit():
     assert hash(cfg) == hash(from_dict(Config, to_dict(cfg)))
 
 
+def test_edits_are_valid_together_not_one_by_one():
+    cfg = edit(Config(), {'model.heads': 7, 'model.width': 70, 'data.batch': 9, 'optim.accumulate': 3})
+    assert (cfg.model.heads, cfg.model.width, cfg.optim.accumulate) == (7, 70, 3)
+
+
 def test_identity_holds_what_changes_numbers_and_nothing_else():
     base = Config()
     for change in (
