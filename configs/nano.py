@@ -1,6 +1,7 @@
 """The demo: SpanNorm on the running Python's standard library, byte by byte.
 
-Cost: to be measured.
+Cost: 245,760 tokens; minutes on two CPU cores. Expect 2.59 validation bits/byte (a bigram model has 3.52).
+The learning rate is the best of 1e-3 and 3e-3 for pre, post and span alike, over 60 steps; 1e-2 was tried for span and was worse.
 """
 
 from spannorm_jax.config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from spannorm_jax.config import Config, to_dict
 from spannorm_jax.load import find_run, read_config
 from spannorm_jax.plot import SMOOTHING, column, trailing_mean
+from spannorm_jax.rundir import flat
 
 COLORS = ('#1f5fa8', '#d9701a', '#2f8f5b', '#a33b6f', '#6b5bb0', '#7a6a3a')
 
@@ -61,13 +62,8 @@ def compare_figure(runs: Sequence[dict[str, Any]], title: str = '', baselines: d
 
 def labels(configs: Sequence[Config]) -> list[str]:
     """For each configuration the fields in which it differs from the others; its name where there are none."""
-    flat = [_flat(to_dict(cfg)) for cfg in configs]
-    differing = [key for key in (flat[0] if flat else ()) if key not in ('name', 'run.dir') and len({json.dumps(f[key]) for f in flat}) > 1]
-    return [', '.join(f'{key.split(".")[-1]} {f[key]}' for key in differing) or f['name'] for f in flat]
-
-
-def _flat(tree: dict[str, Any], at: str = '') -> dict[str, Any]:
-    items: dict[str, Any] = {}
-    for key, value in tree.items():
-        items |= _flat(value, f'{at}{key}.') if isinstance(value, dict) else {at + key: value}
-    return items
+    fields = [flat(to_dict(cfg)) for cfg in configs]
+    differing = [
+        key for key in (fields[0] if fields else ()) if key not in ('name', 'run.dir') and len({json.dumps(f[key]) for f in fields}) > 1
+    ]
+    return [', '.join(f'{key.split(".")[-1]} {f[key]}' for key in differing) or f['name'] for f in fields]

@@ -1,0 +1,142 @@
+"""The documentation is true: its Python runs, its commands parse, its table is today's, its links and files exist."""
+
+import json
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from spannorm_jax import catalog, cli, load, train
+from spannorm_jax.config import edit, to_dict
+from spannorm_jax.topology import TOPOLOGIES
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = sorted([ROOT / 'README.md', ROOT / 'experiments/README.md', *(ROOT / 'docs').glob('*.md')])
+
+
+def blocks(page, language):
+    return re.findall(rf'```{language}\n(.*?)```', page.read_text(), re.S)
+
+
+def test_table_of_topologies_is_up_to_date():
+    """Mend it with: python tests/test_docs.py"""
+    assert with_table(text := (ROOT / 'README.md').read_text()) == text
+
+
+def with_table(text):
+    table = catalog.markdown(catalog.rows())
+    return re.sub(r'(<!-- topologies:.*?-->\n).*?(<!-- end)', lambda m: f'{m[1]}{table}\n{m[2]}', text, flags=re.S)
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_and_files(page):
+    text = page.read_text()
+    for target in re.findall(r'\]\(([^)#]+)', text):
+        assert target.startswith('https://') or (page.parent / target).exists(), target
+    for name in re.findall(r'`((?:spannorm_jax|tests|docs|configs|results|experiments|benchmarks)/[\w./{},]*)`', text):
+        for one in expand(name):
+            assert (ROOT / one).exists(), one
+
+
+def expand(name):
+    match = re.fullmatch(r'(.*)\{(.*)\}(.*)', name)
+    return [f'{match[1]}{part}{match[3]}' for part in match[2].split(',')] if match else [name]
+
+
+def commands():
+    for page in PAGES:
+        text = page.read_text()
+        found = re.findall(r'^(spannorm .*)$', '\n'.join(blocks(page, 'sh')), re.M) + re.findall(r'`(spannorm [^`]*)`', text)
+        for line in dict.fromkeys(found):
+            yield pytest.param(line, id=f'{page.stem}: {line[:60]}')
+
+
+@pytest.mark.parametrize('line', list(commands()))
+def test_commands_parse(line):
+    words = [w for w in shlex.split(line, comments=True)[1:] if w != '...']
+    if not words or {'COMMAND', 'CONFIG', 'mine.py'} & set(words) or 'runs/x/config.json' in words:
+        assert words[:1] in ([], ['COMMAND'], ['train'], ['audit'])
+        return
+    assert words[0] in cli.COMMANDS
+    if len(words) > 1 and '--help' not in words:
+        assert cli.parse(words[0], words[1:]) is not None
+
+
+def tiny(folder):
+    (folder / 'text').mkdir()
+    for i in range(80):
+        (folder / 'text' / f'{i}.txt').write_text(f'document {i} ' * 20)
+    small = {'model.layers': 2, 'model.width': 16, 'model.heads': 2, 'data.seq': 16, 'data.batch': 2, 'mesh.devices': 1, 'run.steps': 2}
+    return small | {'data.source': str(folder / 'text'), 'data.cache': str(folder / 'cache')}
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_runs(page, tmp_path, monkeypatch):
+    """The blocks of a page, one after the other in one namespace, in a folder with two runs; what they train is made tiny."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, 'fit', lambda cfg, *args, real=train.fit, **kwargs: real(edit(cfg, tiny(tmp_path)), *args, **kwargs))
+    for topology in ('pre', 'span'):
+        run = tmp_path / 'runs' / f'nano-{topology}'
+        run.mkdir(parents=True)
+        (run / 'config.json').write_text(json.dumps(to_dict(edit(load.load_config('nano'), {'model.topology': topology}))))
+        rows = [{'step': s, 'train/loss': 5 / s, 'eval/loss': 5.1 / s} for s in range(1, 50)]
+        (run / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    before, space = set(TOPOLOGIES), {}
+    try:
+        for block in blocks(page, 'python'):
+            exec(compile(block, page.name, 'exec'), space)
+    finally:
+        for name in set(TOPOLOGIES) - before:
+            del TOPOLOGIES[name]
+    if page == ROOT / 'README.md':
+        assert (tmp_path / 'compare.png').stat().st_size > 1000
+        assert set(space['grads']['params']['block_3']) == {'attn', 'ffn', 'norm_attn_sum', 'norm_ffn_sum'}
+        assert space['stats']['rms'].shape == (24,)
+    if page.name == 'training.md':
+        assert (space['outcome'].status, space['outcome'].step) == ('completed', 2)
+    if page.name == 'topologies.md':
+        assert space['cfg'].topology == 'halved'
+
+
+def test_the_worked_example_is_its_equation():
+    """docs/topologies.md: the block computes x' = N2(F(y) + x + y) / 2, y = N1(A(x) + x), on numbers."""
+    space = {}
+    try:
+        exec(blocks(ROOT / 'docs/topologies.md', 'python')[0], space)
+    finally:
+        TOPOLOGIES.pop('halved', None)
+    norm = {'attn_sum': lambda v: v * 3, 'ffn_sum': lambda v: v * 5}
+    y = 3 * (2.0 * 7 + 7)
+    assert space['halved'](7.0, lambda v: 2 * v, lambda v: v + 1, lambda site, v: norm[site](v), None) == 5 * ((y + 1) + 7 + y) / 2
+
+
+def test_exit_codes_are_those_of_the_errors():
+    from spannorm_jax import errors, rundir
+
+    listed = {int(code) for code in re.findall(r'^\| (\d+) \|', (ROOT / 'docs/cli.md').read_text(), re.M)}
+    raised = {e.exit_code for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)}
+    assert listed == raised | set(rundir.EXIT.values()) | {rundir.NONFINITE_EXIT, cli.INTERRUPTED, cli.STORAGE}
+
+
+def test_compare_labels_say_what_differs():
+    from spannorm_jax.compare import labels
+
+    base = load.load_config('debug')
+    other = edit(base, {'model.topology': 'pre', 'run.seed': 1})
+    assert labels([base, other]) == ['topology span, seed 0', 'topology pre, seed 1']
+    assert labels([base]) == ['debug'] and labels([]) == []
+
+
+def test_kept_figure_is_drawn_from_kept_numbers():
+    kept = json.loads((ROOT / 'results/nano.json').read_text())
+    topologies = [run['config']['model']['topology'] for run in kept['runs']]
+    text = (ROOT / 'README.md').read_text()
+    assert sorted(topologies) == ['post', 'pre', 'span'] and len(kept['corpus']) == 64
+    for run in kept['runs']:
+        assert f'{run["metrics"][-1]["eval/bits_per_byte"]:.2f}' in text, 'the caption quotes each run'
+
+
+if __name__ == '__main__':
+    readme = ROOT / 'README.md'
+    readme.write_text(with_table(readme.read_text()))
