@@ -7,13 +7,18 @@ works() { # a Python 3.11-3.13 that can make virtual environments; a shim that o
   "$@" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
 }
 
-if ! works "$dir/bin/python" || [ -n "${PYTHON:-}" ] && [ "$("$PYTHON" -V 2>&1)" != "$("$dir/bin/python" -V 2>&1)" ]; then
+wanted=${PYTHON:-python3.13 python3.12 python3.11 python3 python}
+usable() { # the environment that is there runs, on the Python that was asked for
+  works "$dir/bin/python" && { [ -z "${PYTHON:-}" ] || [ "$("$PYTHON" -V 2>&1)" = "$("$dir/bin/python" -V 2>&1)" ]; }
+}
+
+if ! usable; then
   found=
-  for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3 python}; do
+  for candidate in $wanted; do
     if works "$candidate"; then found=$candidate && break; fi
   done
   if [ -z "$found" ]; then
-    echo "no working Python 3.11, 3.12 or 3.13 with venv found (tried ${PYTHON:-python3.13 python3.12 python3.11 python3 python}); install one, or make PYTHON=/path/to/python ..." >&2
+    echo "found no working Python 3.11, 3.12 or 3.13 with venv (tried $wanted); install one, or give its path: make PYTHON=... demo" >&2
     exit 1
   fi
   echo "making $dir with $found ($("$found" -V 2>&1))" >&2
