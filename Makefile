@@ -1,7 +1,7 @@
 # `make demo` and `make test` work on a fresh machine with a Python from 3.11 to 3.13: they make .venv first, and again install into
 # it whenever pyproject.toml changes. Choose the Python with PYTHON=...; everything runs on the CPU unless .venv has an accelerator's plugin.
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full lint setup setup-dev clean help
+.PHONY: demo test test-full lint setup setup-dev clean help again
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,11 +31,12 @@ test-full: lint
 setup: $(VENV)/base.done
 setup-dev: $(VENV)/dev.done
 
-$(VENV)/base.done: pyproject.toml
+# A Python that is asked for by name is looked at each time: .venv is made anew where it has another one.
+$(VENV)/base.done: pyproject.toml $(if $(PYTHON),again)
 	@scripts/venv.sh $(VENV) .
 	@touch $@
 
-$(VENV)/dev.done: pyproject.toml
+$(VENV)/dev.done: pyproject.toml $(if $(PYTHON),again)
 	@scripts/venv.sh $(VENV) '.[dev]'
 	@touch $(VENV)/base.done $@
 

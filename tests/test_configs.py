@@ -1,6 +1,7 @@
 """Every file of configs/ gives a configuration that is valid, saved and read back, and small enough to read."""
 
 import math
+import shutil
 
 import pytest
 
@@ -30,6 +31,14 @@ def test_config_file_reads_well(name):
 
 def test_names():
     assert {'nano', 'debug'} <= set(CONFIGS)
+
+
+def test_names_in_an_installed_wheel(tmp_path, monkeypatch):
+    """There the folders lie inside the package."""
+    shutil.copytree(load.folder('configs'), tmp_path / 'spannorm_jax' / 'configs')
+    monkeypatch.setattr(load, '__file__', str(tmp_path / 'spannorm_jax' / 'load.py'))
+    assert load.names().keys() == CONFIGS.keys() and load.folder('configs') == tmp_path / 'spannorm_jax' / 'configs'
+    assert load.load_config('debug').name == 'debug'
 
 
 @pytest.mark.parametrize('topology', list(TOPOLOGIES))
