@@ -268,6 +268,7 @@ def test_damage_is_named_also_from_a_worker(folder, tmp_path, damage, message, w
 )
 def test_bad_meta(tmp_path, text, message):
     (tmp_path / 'meta.json').write_text(text)
+    (tmp_path / 'train.documents').touch()  # else it were a folder of texts
     with pytest.raises(BadData, match=message):
         open_data(DataConfig(source=str(tmp_path)))
 

@@ -17,9 +17,10 @@ import pytest
 
 from spannorm_jax.config import DataConfig
 from spannorm_jax.data import open_data, prepare, sources
+from spannorm_jax.data.meta import read_meta
 from spannorm_jax.data.prepare import split_of
 from spannorm_jax.data.readers import DOCUMENT_BYTES, cut
-from spannorm_jax.data.store import Stream, read_meta
+from spannorm_jax.data.store import Stream
 from spannorm_jax.errors import BadData, MissingInput, StorageError, UserError
 
 

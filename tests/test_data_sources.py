@@ -37,6 +37,10 @@ def zst(data: bytes) -> bytes:
         ('x.jsonl', jsonl()),
         ('x.jsonl', b'\xef\xbb\xbf' + jsonl().rstrip(b'\n')),
         ('x.jsonl', jsonl().replace(b'\n', b'\r\n\n')),
+        ('x.ndjson', jsonl()),
+        ('X.JSONL', jsonl()),
+        ('X.NDJSON.GZ', gzip.compress(jsonl())),
+        ('X.Jsonl.ZST', zst(jsonl())),
         ('x.jsonl.gz', gzip.compress(jsonl())),
         ('x.jsonl.zst', zst(jsonl())),
         ('x.jsonl.zst', zst(jsonl()[:20]) + zst(jsonl()[20:])),  # several frames, as parallel compressors write
@@ -85,6 +89,19 @@ def test_records_are_never_cut_as_plain_text_is(tmp_path):
 def test_bom_goes_and_line_ends_stay(tmp_path):
     (tmp_path / 'x.txt').write_bytes(b'\xef\xbb\xbfone\r\ntwo\n')
     assert read(tmp_path / 'x.txt') == ['one\r\ntwo\n']
+
+
+@pytest.mark.parametrize('name', ['x.json', 'X.JSON', 'x.json.gz'])
+def test_json_is_refused_where_named_and_passed_over_in_a_folder(tmp_path, name):
+    (tmp_path / name).write_bytes(jsonl())
+    for source in (tmp_path / name, tmp_path, tmp_path / '*'):
+        with pytest.raises(UserError, match=rf"{name}': .json is not read; write one object a line and name it .jsonl") as caught:
+            sources.find(str(source))
+        assert caught.value.exit_code == 2
+    (tmp_path / 'a.txt').write_text('some text')
+    assert sources.find(str(tmp_path)).skipped == 1 and read(tmp_path) == ['some text']
+    with pytest.raises(UserError, match='.json is not read'):
+        sources.find(str(tmp_path / '*'))
 
 
 def test_records_beside_other_files(tmp_path):

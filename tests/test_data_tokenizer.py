@@ -1,6 +1,7 @@
 """Tokenizers: round trip, no special id out of text, contract of bos and eos, bad files."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -99,6 +100,16 @@ def test_config_file_names_the_specials(files, tmp_path):
     assert tok.decode_bytes([tok.eos]) == b'' and tok.bos == 0 and tok.eos not in (0, 1)
     (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'eos_token': '<gone>'}))
     with pytest.raises(UserError, match='no EOS token'):
+        load_tokenizer(str(tmp_path / 'tokenizer.json'))
+
+
+@pytest.mark.parametrize(
+    'text', ['{bad', '', '[]', '"x"', '[' * 100_000, '{"eos_token":["x"]}', '{"bos_token":1}', '{"eos_token":{"content":[]}}', '\xff']
+)
+def test_a_damaged_config_file_is_named(files, tmp_path, text):
+    shutil.copy(files['hf'], tmp_path / 'tokenizer.json')
+    (tmp_path / 'tokenizer_config.json').write_bytes(text.encode('latin-1'))
+    with pytest.raises(BadData, match=r"tokenizer_config.json'.*(expected|not JSON)"):
         load_tokenizer(str(tmp_path / 'tokenizer.json'))
 
 

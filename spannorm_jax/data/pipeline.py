@@ -16,9 +16,10 @@ import numpy as np
 
 from spannorm_jax.config import DataConfig
 from spannorm_jax.data import sources
+from spannorm_jax.data.meta import SPLITS, Meta, is_prepared, read_meta
 from spannorm_jax.data.prepare import Progress, identity, prepare
 from spannorm_jax.data.shuffle import row_of
-from spannorm_jax.data.store import SPLITS, Meta, Stream, read_meta
+from spannorm_jax.data.store import Stream
 from spannorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from spannorm_jax.errors import BadData, MissingInput, UserError
 
@@ -32,7 +33,7 @@ def open_data(cfg: DataConfig, progress: Progress | None = None) -> 'Corpus':
     Raises: UserError (tokenizer that does not match a prepared folder), MissingInput, BadData, StorageError.
     """
     folder = Path(cfg.source)
-    if not (folder / 'meta.json').is_file():
+    if not is_prepared(folder):
         if (folder / 'work' / 'key').is_file():
             raise MissingInput(f'{cfg.source!r} is half prepared; run the same `spannorm prepare` again to finish it')
         tok, found = load_tokenizer(cfg.tokenizer), sources.find(cfg.source)
@@ -73,10 +74,16 @@ class Corpus:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Loaded from the folder itself, so that it is there wherever the folder is."""
+        """Loaded from the folder itself, so that it is there wherever the folder is. Raises: BadData (not the one of meta.json)."""
         file, name = self.meta.tokenizer['file'], self.meta.tokenizer['name']
         tok = load_tokenizer(str(self.folder / file) if file else name)
         tok.name = name
+        for field in ('fingerprint', 'vocab', 'bos', 'eos'):
+            if getattr(tok, field) != self.meta.tokenizer[field]:
+                raise BadData(
+                    f'{str(self.folder / "meta.json")!r}: tokenizer.{field} is {self.meta.tokenizer[field]!r}, that of '
+                    f'{file or name} is {getattr(tok, field)!r}; prepare the folder again'
+                )
         return tok
 
     def rows(self, seq: int) -> int:
@@ -129,7 +136,11 @@ class Corpus:
                 f'every split), or the same text as more, shorter documents (JSONL lines)'
             )
         upto = len(table) if max_tokens is None else max(1, int(np.searchsorted(table[:, 0], max_tokens, 'right')))
-        return EvalSet(stream, batch, seq, int(table[upto - 1, 0]), int(table[:upto, 1].sum()), upto)
+        ends, lengths = table[:upto].T
+        if ends[0] < 1 or (np.diff(ends) < 1).any() or ends[-1] > stream.tokens or lengths.min() < 1:
+            path = str(self.folder / f'{split}.documents')
+            raise BadData(f'{path!r} is damaged: its ends do not rise within {stream.tokens} tokens; prepare the folder again')
+        return EvalSet(stream, batch, seq, int(ends[-1]), int(lengths.sum()), upto)
 
 
 class Batches(Iterator[Batch]):

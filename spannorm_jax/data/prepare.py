@@ -23,8 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from spannorm_jax.data import sources
+from spannorm_jax.data.meta import SPLITS, VERSION, Meta, SplitMeta, is_prepared, read_meta
 from spannorm_jax.data.readers import Piece, documents
-from spannorm_jax.data.store import BLOCK, SPLITS, VERSION, BlockWriter, Meta, SplitMeta, read_meta, storage_error, write_whole
+from spannorm_jax.data.store import BLOCK, BlockWriter, storage_error, write_whole
 from spannorm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from spannorm_jax.errors import BadData, StorageError, UserError
 
@@ -54,7 +55,7 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         with _only_one(folder):
             _claim(folder, key)
-            if not (folder / 'meta.json').is_file():
+            if not is_prepared(folder):
                 results = _run_tasks(folder, found, tokenizer, text_field, workers, progress)
                 _finish(folder, found, tok, key, results)
             shutil.rmtree(folder / WORK, ignore_errors=True)
@@ -95,7 +96,7 @@ def _only_one(folder: Path) -> Iterator[None]:
 def _claim(folder: Path, key: str) -> None:
     """Make the folder ours: empty, our half-finished work, or our finished result; anything else is refused."""
     mark = folder / WORK / 'key'
-    if (folder / 'meta.json').is_file():
+    if is_prepared(folder):
         if read_meta(folder).key == key:
             return
         raise UserError(f'{str(folder)!r} already holds other prepared data (source, field or tokenizer differ); choose another folder')

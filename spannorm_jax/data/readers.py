@@ -19,6 +19,7 @@ from spannorm_jax.errors import BadData, UserError
 DOCUMENT_BYTES = 1 << 20  # longer than any module of the standard library, so those stay whole
 RECORD_BYTES = 64 << 20  # a JSONL line, a Parquet value or a TFDS record above this is refused
 GROUP_BYTES = 2 << 30  # so is a Parquet row group with more text than this, which its reader may hold at once
+PACKED = ('.gz', '.zst')
 BOM = b'\xef\xbb\xbf'
 
 
@@ -75,10 +76,10 @@ def opened(path: str) -> Iterator[io.BufferedIOBase]:
     """The (decompressed) bytes of a file; damage inside a .gz or .zst becomes BadData."""
     with open(path, 'rb') as raw:
         try:
-            if path.endswith('.gz'):
+            if path.lower().endswith('.gz'):
                 with gzip.GzipFile(fileobj=raw) as f:
                     yield f  # its read(n) is short at the end only
-            elif path.endswith('.zst'):
+            elif path.lower().endswith('.zst'):
                 yield io.BufferedReader(_ZstdFile(raw), 1 << 20)
             else:
                 yield raw

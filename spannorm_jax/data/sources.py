@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spannorm_jax.data.readers import DOCUMENT_BYTES, Piece, parquet_file
+from spannorm_jax.data.meta import is_prepared
+from spannorm_jax.data.readers import DOCUMENT_BYTES, PACKED, Piece, parquet_file
 from spannorm_jax.errors import BadData, MissingInput, UserError
 
 # Left out of the default corpus: test data in odd encodings, applications, and whatever happens to be installed.
@@ -41,7 +42,7 @@ class Source:
 def find(source: str) -> Source:
     """Resolve `stdlib`, `tfds:NAME/CONFIG`, or a file, folder or glob of text, JSONL and Parquet.
 
-    Raises: MissingInput (nothing there), BadData (nothing in it, or a file that is not regular).
+    Raises: MissingInput (nothing there), BadData (nothing in it, or a file that is not regular), UserError (.json, a prepared folder).
     """
     if source.startswith('tfds:'):
         pieces, identity = _tfds_pieces(source)
@@ -65,20 +66,28 @@ def find(source: str) -> Source:
 def _files(source: str) -> tuple[str, list[str], int]:
     """(folder that names are relative to, files in order, number of files passed over) of a path or glob."""
     if os.path.isdir(source):
-        if os.path.isfile(os.path.join(source, 'meta.json')):
+        if is_prepared(Path(source)):
             raise UserError(f'{source!r} is a prepared folder already: give it as data.source')
         files = _walk(source)
-        # Beside records, a folder's README or .gitattributes is not a document.
-        records = [f for f in files if _kind(f) != 'text']
         if not files:
             raise BadData(f'folder {source!r} holds no files (hidden ones do not count)')
-        return source, records or files, len(files) - len(records) if records else 0
+        # Beside records a folder's README is not a document, nor beside texts its metadata.json.
+        records = [f for f in files if _kind(f) in ('jsonl', 'parquet')]
+        chosen = records or [f for f in files if _kind(f) != 'json']
+        if not chosen:
+            raise _json(files[0])
+        return source, chosen, len(files) - len(chosen)
     if os.path.lexists(source):
+        if _kind(source) == 'json':
+            raise _json(source)
         return os.path.dirname(source) or '.', [source], 0
     files = sorted((f for f in glob.glob(source, recursive=True) if not os.path.isdir(f)), key=os.fsencode)
     if not files:
         what = 'matches no file' if glob.has_magic(source) else 'does not exist'
         raise MissingInput(f'data source {source!r} {what}; expected stdlib, tfds:NAME/CONFIG, a file, a folder or a glob')
+    for path in files:
+        if _kind(path) == 'json':  # a glob says that it is meant, a folder does not
+            raise _json(path)
     return os.path.commonpath([os.path.dirname(os.path.abspath(f)) for f in files]), files, 0
 
 
@@ -121,10 +130,16 @@ def _regular(path: str) -> int:
 
 
 def _kind(path: str) -> str:
-    name = path.removesuffix('.gz').removesuffix('.zst')
-    if path.endswith('.parquet'):
+    """text | jsonl | parquet | json, by the ending in any case. json is no source: one document has no lines to take as texts."""
+    if path.lower().endswith('.parquet'):
         return 'parquet'
-    return 'jsonl' if name.endswith('.jsonl') else 'text'
+    stem, ending = os.path.splitext(path.lower())
+    name = stem if ending in PACKED else path.lower()
+    return {'.jsonl': 'jsonl', '.ndjson': 'jsonl', '.json': 'json'}.get(os.path.splitext(name)[1], 'text')
+
+
+def _json(path: str) -> UserError:
+    return UserError(f'{path!r}: .json is not read; write one object a line and name it .jsonl (lines already: rename the file)')
 
 
 def _cut(files: list[str], sizes: list[int]) -> int:
@@ -143,7 +158,7 @@ def _pieces(path: str, size: int, target: int, cut: int) -> Iterator[Piece]:
             groups = file.metadata.num_row_groups
             for g in range(groups):
                 yield Piece(kind, path, g, g + 1, file.metadata.row_group(g).total_byte_size)
-    elif kind == 'jsonl' and path.endswith('.jsonl'):
+    elif kind == 'jsonl' and not path.lower().endswith(PACKED):
         for lo in range(0, size, target):
             yield Piece(kind, path, lo, min(lo + target, size), min(target, size - lo))
     else:

@@ -6,89 +6,23 @@ meta.json                     written last: its presence says that the folder is
 """
 
 import contextlib
-import dataclasses
 import itertools
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from spannorm_jax.errors import BadData, MissingInput, StorageError
+from spannorm_jax.data.meta import Meta
+from spannorm_jax.errors import BadData, StorageError
 
-VERSION = 1
-SPLITS = ('train', 'validation', 'test')
 BLOCK = 4096  # tokens; a random row of 128 reads 8 kB, a row of 2048 reads one or two blocks
 # One block per group makes any block readable alone. Uncompressed: tokens of 16 bits hold little air, and reads are a third faster.
 WRITE_OPTIONS = 'group_size:1,uncompressed'
 READ_OPTIONS = 'readahead_buffer_size:0,max_parallelism:0'
 READ_BUFFER_BYTES = 1 << 14  # the default of 1 MiB would be read anew for every block
-
-
-@dataclass(frozen=True)
-class SplitMeta:
-    """Counts of one split, and its shards in stream order as (file name, tokens)."""
-
-    documents: int
-    tokens: int
-    bytes: int
-    shards: list[tuple[str, int]]
-
-
-@dataclass(frozen=True)
-class Meta:
-    """meta.json. `hash` is the corpus's identity: sha256 over the documents' sha256, in order, whatever the tokenizer.
-
-    `key` says what the folder was made of (prepare.identity); two folders with one key hold the same bytes.
-    """
-
-    version: int
-    key: str
-    source: str
-    hash: str
-    tokenizer: dict  # name, fingerprint, vocab, bos, eos, file
-    dtype: str
-    block: int
-    duplicates: int
-    empty: int
-    skipped_files: int
-    splits: dict[str, SplitMeta]
-    unigram: list[int]
-    """How often each id is a target in the train split (a document's end counts as eos)."""
-    cut: int = 1 << 20
-    """A text longer than so many bytes became several documents."""
-    contract: str = (
-        'A document is bos t1..tn. A row is stream[p:p+T], its targets stream[p+1:p+T+1] with bos replaced by eos. '
-        'bos occurs nowhere else. Ids are text only: no other special token is added.'
-    )
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1) + '\n'
-
-
-def read_meta(folder: Path) -> Meta:
-    """The meta.json of a prepared folder.
-
-    Raises: MissingInput (no such folder, or unfinished), BadData (damaged, or of a newer version).
-    """
-    path = folder / 'meta.json'
-    if not path.is_file():
-        raise MissingInput(f'{str(folder)!r} is not a folder written by `spannorm prepare` (no meta.json: missing or unfinished)')
-    try:
-        tree = json.loads(path.read_text('utf-8'))
-        if tree['version'] > VERSION:
-            raise BadData(f'{str(path)!r} has format version {tree["version"]}, this package reads {VERSION}: upgrade spannorm_jax')
-        tree['splits'] = {
-            name: SplitMeta(s['documents'], s['tokens'], s['bytes'], [(file, n) for file, n in s['shards']])
-            for name, s in tree['splits'].items()
-        }
-        return Meta(**tree)
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise BadData(f'{str(path)!r} is damaged ({type(e).__name__}: {e}); prepare the folder again') from None
 
 
 class BlockWriter:
@@ -138,8 +72,6 @@ class Stream:
         self.tokens = split.tokens
         self.files = [file for file, _ in split.shards]
         self.starts = list(itertools.accumulate((n for _, n in split.shards), initial=0))
-        if self.starts[-1] != split.tokens:
-            raise BadData(f'meta.json of {str(folder)!r}: the shards of {name} hold {self.starts[-1]} tokens, not {split.tokens}')
         self.readers: dict[int, ArrayRecordReader] = {}
 
     def __getstate__(self):

@@ -109,7 +109,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.model.encode_special_tokens = True  # '</s>' in a document is text
         ids = self.model.get_vocab(with_added_tokens=True)
         config = path.with_name('tokenizer_config.json')
-        said = json.loads(config.read_text('utf-8')) if config.is_file() else {}
+        said = _said(config) if config.is_file() else {}
         bos, eos = self._special('bos_token', said, ids, BOS_NAMES), self._special('eos_token', said, ids, EOS_NAMES)
         if eos is None:
             raise UserError(f'tokenizer {name!r}: no EOS token found; name it in {str(config)!r} as "eos_token"')
@@ -118,10 +118,8 @@ class HuggingFaceTokenizer(Tokenizer):
         super().__init__(name, digest, max(ids.values()) + 1, eos if bos is None else bos, eos, files)
 
     @staticmethod
-    def _special(key: str, said: dict, ids: dict[str, int], names: tuple[str, ...]) -> int | None:
-        token = said.get(key)
-        token = token.get('content') if isinstance(token, dict) else token
-        found = [n for n in ((token,) if token else names) if n in ids]
+    def _special(key: str, said: dict[str, str], ids: dict[str, int], names: tuple[str, ...]) -> int | None:
+        found = [n for n in ((said[key],) if key in said else names) if n in ids]
         return ids[found[0]] if found else None
 
     def encode(self, text: str) -> np.ndarray:
@@ -130,6 +128,24 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode_bytes(self, ids) -> bytes:
         keep = [i for i in np.asarray(ids).tolist() if i not in (self.bos, self.eos)]
         return self.model.decode(keep, skip_special_tokens=False).encode()
+
+
+def _said(path: Path) -> dict[str, str]:
+    """bos_token and eos_token of a tokenizer_config.json, where it names them. Raises: BadData."""
+    try:
+        tree = json.loads(path.read_text('utf-8'))
+    except (ValueError, RecursionError) as e:
+        raise BadData(f'{str(path)!r} is not JSON: {e}; mend it or take it away') from None
+    if not isinstance(tree, dict):
+        raise BadData(f'{str(path)!r} is a {type(tree).__name__}, expected an object; mend it or take it away')
+    said = {}
+    for key in ('bos_token', 'eos_token'):
+        token = tree.get(key)
+        token = token.get('content') if isinstance(token, dict) else token
+        if token is not None and not isinstance(token, str):
+            raise BadData(f'{str(path)!r}: {key} is of type {type(token).__name__}, expected text, or an object with "content"')
+        said |= {key: token} if token else {}
+    return said
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -143,11 +159,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return SentencePieceTokenizer(_mistral_v1(), 'mistral')
     path = Path(spec)
     kinds = {'.json': HuggingFaceTokenizer, '.model': SentencePieceTokenizer}
-    if path.suffix not in kinds:
+    kind = path.suffix.lower()
+    if kind not in kinds:
         raise UserError(f'unknown tokenizer {spec!r}: expected bytes, mistral, or the path of a .model or a tokenizer.json')
     if not path.is_file():
         raise MissingInput(f'tokenizer file {spec!r} does not exist')
-    return kinds[path.suffix](path, path.name)
+    return kinds[kind](path, path.name)
 
 
 def _mistral_v1() -> Path:
