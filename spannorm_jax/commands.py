@@ -7,7 +7,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from spannorm_jax.errors import CheckFailed
+from spannorm_jax.errors import CheckFailed, UserError
 from spannorm_jax.load import find_run
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def prepare(args: 'cli.Prepare') -> int:
 def evaluate(args: 'cli.Eval') -> int:
     from spannorm_jax.score import score
 
+    if args.tokens is not None and args.tokens < 1:
+        raise UserError(f'eval: --tokens {args.tokens} must be at least 1')
     found = score(find_run(args.run), args.split, args.tokens, args.source, args.mesh)
     if args.json:
         print_json(found)

@@ -1,17 +1,17 @@
 """The configuration: frozen dataclasses, `edit`, JSON and the run id. A config file is a Python function `get() -> Config`."""
 
 import dataclasses
-import functools
 import hashlib
 import json
-import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spannorm_jax import topology as topologies
 from spannorm_jax.errors import UserError, nearest
+from spannorm_jax.fields import MOST, check_range, check_types, describe, field_types, matches, positive, takes_float
 
 GATED = ('swiglu', 'geglu', 'geglu_tanh')
+ROLES = ('embed', 'read', 'write', 'head', 'gain', 'bias', 'gate', 'mix', 'router', 'router_bias')  # see initializers.py
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ModelConfig:
     """Blocks per step of the scan over layers; 0 unrolls all of them. Parameters and numbers do not depend on it."""
 
     def __post_init__(self):
-        check_literals(self)
+        check_types(self)
         object.__setattr__(self, 'topology', topologies.canonical(self.topology))
         for name in ('layers', 'width', 'heads', 'vocab', 'streams', 'sinkhorn_rounds'):
             positive(self, name)
@@ -145,11 +145,9 @@ class ModelConfig:
             raise UserError(f'model.kv_heads = {self.resolved_kv_heads} does not divide model.heads = {self.heads}')
         if self.positions != 'none' and self.resolved_head_dim % 2:
             raise UserError(f'RoPE needs an even head dimension, got {self.resolved_head_dim}; set model.head_dim or model.positions none')
-        for name in ('post_fraction', 'dropout'):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f'model.{name} = {getattr(self, name)} is outside [0, 1]')
-        if self.norm_eps < 0 or self.scan_unroll < 0:
-            raise UserError('model.norm_eps and model.scan_unroll must not be negative')
+        check_range(self, ('post_fraction', 'dropout'), 0, 1)
+        check_range(self, ('norm_eps', 'final_norm_eps', 'scan_unroll', 'init_std', 'embed_std'), 0)
+        check_range(self, ('rope_theta', 'attn_soft_cap', 'logit_soft_cap'), 0, open_low=True)
         # A field that changes nothing here would split identical runs, or hide a mistake: say so instead of ignoring it.
         own = topologies.TOPOLOGIES[self.topology].options
         for f in dataclasses.fields(self):
@@ -207,10 +205,10 @@ class DataConfig:
     """Where tokenised copies of raw sources are kept; None means the user's cache folder."""
 
     def __post_init__(self):
+        check_types(self)
         for name in ('seq', 'batch'):
             positive(self, name)
-        if self.workers < 0:
-            raise UserError(f'data.workers = {self.workers} must not be negative')
+        check_range(self, ('workers',), 0)
 
 
 @dataclass(frozen=True)
@@ -245,14 +243,16 @@ class OptimConfig:
     """muon: its own peak rate; None means lr_peak (updates are scaled to AdamW's rms)."""
 
     def __post_init__(self):
-        check_literals(self)
+        check_types(self)
         positive(self, 'accumulate')
-        for name in ('warmup_steps', 'weight_decay', 'clip', 'z_loss', 'eps', 'lr_peak'):
-            if getattr(self, name) < 0:
-                raise UserError(f'optim.{name} = {getattr(self, name)} must not be negative')
-        for name in ('lr_final', 'decay_fraction', 'beta1', 'beta2'):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f'optim.{name} = {getattr(self, name)} is outside [0, 1]')
+        check_range(self, ('warmup_steps', 'weight_decay', 'clip', 'z_loss', 'eps', 'lr_peak', 'loss_chunk', 'muon_lr'), 0)
+        check_range(self, ('lr_final', 'decay_fraction'), 0, 1)
+        check_range(self, ('beta1', 'beta2'), 0, 1, open_high=True)
+        for role in self.decay_roles:
+            if role not in ROLES:
+                raise UserError(f'decay_roles holds {role!r}; {nearest(role, ROLES)}')
+        if self.muon_lr is not None and self.optimizer != 'muon':
+            raise UserError("muon_lr has no effect with optim.optimizer = 'adamw'; leave it out or change the optimizer")
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class MeshConfig:
     """auto takes the best one present; naming one that is absent is an error, never a silent fall-back."""
 
     def __post_init__(self):
-        check_literals(self)
+        check_types(self)
         for name in ('fsdp', 'tensor'):
             positive(self, name)
         if self.data != -1:
@@ -309,12 +309,11 @@ class RunConfig:
     """Where metrics go besides metrics.jsonl."""
 
     def __post_init__(self):
-        check_literals(self)
+        check_types(self)
         positive(self, 'log_every')
         positive(self, 'keep')
-        for name in ('steps', 'stats_every', 'eval_every', 'checkpoint_every', 'keep_every'):
-            if getattr(self, name) < 0:
-                raise UserError(f'run.{name} = {getattr(self, name)} must not be negative')
+        check_range(self, ('steps', 'seed', 'stats_every', 'eval_every', 'checkpoint_every', 'keep_every'), 0)
+        check_range(self, ('eval_tokens',), 1)
 
 
 @dataclass(frozen=True)
@@ -329,6 +328,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self):
+        check_types(self)
         if not self.name or not all(ch.isalnum() or ch in '._-' for ch in self.name) or self.name.startswith('.'):
             raise UserError(f'name = {self.name!r} must be letters, digits, ".", "_" or "-", and not start with "."')
         if self.data.batch % self.optim.accumulate:
@@ -394,52 +394,9 @@ def from_dict(cls: type, tree: Any, where: str = '') -> Any:
             values[name] = from_dict(hint, value, f'{where}{name}.')
         else:
             value = tuple(value) if isinstance(value, list) else value
-            if isinstance(value, int) and not isinstance(value, bool) and float in (hint, *typing.get_args(hint)):
+            if isinstance(value, int) and not isinstance(value, bool) and abs(value) < MOST and takes_float(hint):
                 value = float(value)
             if not matches(value, hint):
-                raise UserError(f'{where}{name} = {value!r}: expected {describe(hint)}')
+                raise UserError(f'{where}{name} = {repr(value)[:80]}: expected {describe(hint)}')
             values[name] = value
     return cls(**values)
-
-
-@functools.cache
-def field_types(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def matches(value: Any, hint: Any) -> bool:
-    """Whether a plain JSON value fits a field's type."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return value in args
-    if origin is tuple:
-        return isinstance(value, tuple) and all(matches(v, args[0]) for v in value)
-    if args:  # a union
-        return any(matches(value, a) for a in args)
-    if hint is type(None):
-        return value is None
-    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-
-
-def describe(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        return 'one of ' + ', '.join(map(str, typing.get_args(hint)))
-    return getattr(hint, '__name__', str(hint)) if not typing.get_args(hint) else str(hint)
-
-
-def check_literals(cfg: Any) -> None:
-    """Raise UserError where a field holds a value that its type does not allow (dataclasses do not check)."""
-    for name, hint in field_types(type(cfg)).items():
-        value = getattr(cfg, name)
-        if isinstance(value, int) and not isinstance(value, bool) and float in (hint, *typing.get_args(hint)):
-            continue  # an int where a float is asked for
-        if not matches(value, hint):
-            known = [str(a) for a in typing.get_args(hint)] if typing.get_origin(hint) is Literal else []
-            hintful = f'; {nearest(str(value), known)}' if known else ''
-            raise UserError(f'{name} = {value!r}: expected {describe(hint)}{hintful}')
-
-
-def positive(cfg: Any, name: str) -> None:
-    value = getattr(cfg, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f'{name} = {value!r} must be a whole number of at least 1')

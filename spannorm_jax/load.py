@@ -29,7 +29,9 @@ def load_config(text: str) -> Config:
 
     Raises: UserError (a file that does not give a Config; wrong fields), MissingInput (no such file), BadData (not JSON).
     """
-    path = Path(text)
+    path, known = Path(text), names()
+    if text in known:  # first: a folder that happens to have a config's name must not hide it
+        return _call(known[text])
     if path.suffix == '.py':
         if not path.is_file():
             raise MissingInput(f'config file {text!r} does not exist')
@@ -38,9 +40,6 @@ def load_config(text: str) -> Config:
         run = find_run(text)
         begun = any((run / name).exists() for name in ('metrics.jsonl', 'checkpoints', 'outcome.json'))
         return edit(read_config(run), {'run.dir': str(run)} if begun else {})
-    known = names()
-    if text in known:
-        return _call(known[text])
     if path.suffix == '.json' or len(path.parts) > 1:
         raise MissingInput(f'config {text!r} does not exist; expected a name ({", ".join(known)}), a .py file with get(), or a config.json')
     raise UserError(f'unknown config {text!r}; {nearest(text, known)} (a file of your own is named by its path, ending in .py)')
@@ -80,7 +79,7 @@ def _call(path: Path) -> Config:
         cfg = get() if callable(get) else None
     except UserError as e:
         raise type(e)(f'{path}: {e}') from None
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         at = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(path)]
         line = e.lineno if isinstance(e, SyntaxError) else at[-1] if at else '?'
         raise UserError(f'{path}, line {line}: {type(e).__name__}: {e}') from None

@@ -123,7 +123,7 @@ def settings(line):
 # Fields whose values must fit one another or a list of names.
 BY_HAND = {
     'model.heads': 8, 'model.width': 64, 'model.kv_heads': 2, 'model.head_dim': 6, 'data.batch': 16, 'optim.accumulate': 2, 'mesh.data': 4,
-    'optim.decay_roles': ('read', 'head'), 'run.sinks': ('wandb',),
+    'optim.decay_roles': ('read', 'head'), 'optim.optimizer': 'muon', 'run.sinks': ('wandb',),
 }  # fmt: skip
 
 

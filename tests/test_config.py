@@ -1,5 +1,7 @@
 """Configuration: JSON round trip, strictness, edits, identity."""
 
+import math
+
 import pytest
 
 from spannorm_jax.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig, edit, from_dict, run_id, to_dict
@@ -66,6 +68,19 @@ def test_identity_holds_what_changes_numbers_and_nothing_else():
         (lambda: ModelConfig(topology='deepnorm', beta=2.0), "beta has no effect with model.init = 'common'"),
         (lambda: ModelConfig(topology='pre', branch_gain_init=1.0), "branch_gain_init has no effect with model.branch_gain = 'none'"),
         (lambda: ModelConfig(topology='mixln', branch_scale=0.1), 'no effect on topology'),
+        (lambda: ModelConfig(norm_eps=math.nan), 'norm_eps = nan: expected a finite number'),
+        (lambda: ModelConfig(vocab=2**40), 'vocab = 1099511627776: expected a whole number below'),
+        (lambda: ModelConfig(attn_soft_cap=0.0), 'attn_soft_cap = 0.0 is outside'),
+        (lambda: ModelConfig(rope_theta=-5.0), 'rope_theta'),
+        (lambda: ModelConfig(init_std=-1.0), 'init_std'),
+        (lambda: from_dict(Config, {'optim': {'lr_peak': 10**400}}), 'lr_peak'),
+        (lambda: OptimConfig(lr_peak=math.inf), 'lr_peak = inf'),
+        (lambda: OptimConfig(beta1=1.0), 'beta1 = 1.0 is outside'),
+        (lambda: OptimConfig(loss_chunk=-3), 'loss_chunk'),
+        (lambda: OptimConfig(muon_lr=0.1), 'muon_lr has no effect'),
+        (lambda: OptimConfig(decay_roles=('reed',)), "did you mean 'read'"),
+        (lambda: RunConfig(eval_tokens=-7), 'eval_tokens'),
+        (lambda: RunConfig(seed=2**70), 'seed'),
         (lambda: DataConfig(batch=0), 'batch'),
         (lambda: DataConfig(workers=-1), 'workers'),
         (lambda: OptimConfig(optimizer='adam'), 'adamw'),
