@@ -20,7 +20,10 @@ from spannorm_jax.step import TrainState
 
 FORMAT = 1
 ITEMS = ('params', 'optim', 'meta')
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOTDIR, errno.EEXIST)
+_DISK = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOTDIR, errno.EEXIST,
+    errno.ENAMETOOLONG,
+}  # fmt: skip
 _DISK_WORDS = ('no space left', 'resource_exhausted', 'quota', 'read-only', 'permission', 'file too large', 'input/output error')
 
 
@@ -40,16 +43,25 @@ def disk_errors(action: str, path: Path) -> Iterator[None]:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Use as a context manager; leaving it waits for what is being written."""
+    """The checkpoints of one run. Use as a context manager; leaving it waits for what is being written.
 
-    def __init__(self, folder: Path, keep: int = 2, keep_every: int = 0):
+    read_only: nothing in the folder is made, removed or cleaned, so that a training may go on writing there; the folder must exist.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2, keep_every: int = 0, read_only: bool = False):
         self.folder = folder.absolute()
         logging.getLogger('absl').setLevel(logging.ERROR)  # Orbax reports every save at INFO and WARNING
-        with disk_errors('create', self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+        if read_only:
+            if not self.folder.is_dir():
+                raise MissingInput(f'there are no checkpoints: {str(self.folder)!r} is not a folder')
+            options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0)
+        else:
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=keep, keep_period=keep_every or None, cleanup_tmp_directories=True, enable_async_checkpointing=True
             )
+        with disk_errors('read' if read_only else 'create', self.folder):
+            if not read_only:
+                self.folder.mkdir(parents=True, exist_ok=True)
             self.manager = ocp.CheckpointManager(self.folder, options=options, item_names=ITEMS)
 
     def latest(self) -> int | None:
@@ -82,8 +94,12 @@ class Checkpoints:
         """The JSON part of a checkpoint. Raises BadData where it is damaged or of a newer version."""
         with self._reading(step):
             meta = self.manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))['meta']
-        if not isinstance(meta, dict) or 'format' not in meta or 'config' not in meta:
-            raise BadData(f'checkpoint {self._name(step)} was not written by spannorm_jax; use another run.dir')
+        known = isinstance(meta, dict) and type(meta.get('format')) is int and isinstance(meta.get('config'), dict)
+        if not known or not meta['config']:
+            raise BadData(
+                f'checkpoint {self._name(step)} was not written by spannorm_jax, or its meta is damaged; '
+                'remove that folder to go on from the one before, or use another run.dir'
+            )
         if meta['format'] > FORMAT:
             raise BadData(f'checkpoint {self._name(step)} has format {meta["format"]}, this package reads {FORMAT}: upgrade spannorm_jax')
         return meta

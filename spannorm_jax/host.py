@@ -60,6 +60,10 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal came before the first step. No Exception, so that nothing on its way takes it for a failure."""
+
+
 class Signals:
     """While entered: SIGTERM, SIGUSR1 and the first Ctrl-C set `seen`; a second Ctrl-C leaves at once with code 130.
 
@@ -76,6 +80,11 @@ class Signals:
         """Whether to stop; once it is so, it stays so."""
         self.seen = self.seen or bool(stop is not None and stop(step))
         return self.seen
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal has come."""
+        if self.seen:
+            raise Interrupted
 
     def __enter__(self) -> 'Signals':
         for number in self.numbers:

@@ -38,7 +38,8 @@ def loss_figure(rows: Sequence[dict[str, Any]], title: str = '', baselines: dict
                     fontsize=8, color='#66707a', annotation_clip=True)  # fmt: skip
     if len(seen):
         lo, hi = seen.min(), max(seen.max(), *(baselines or {'': seen.max()}).values())
-        ax.set_ylim(lo - 0.06 * (hi - lo + 0.1), hi + 0.1 * (hi - lo + 0.1))
+        height = max(hi - lo + 0.1, 1e-3 * abs(hi))  # 0.1 is lost in the rounding of a huge loss
+        ax.set_ylim(lo - 0.06 * height, hi + 0.1 * height)
     ax.set(xlabel='step', ylabel='loss (nats per token)')
     ax.set_title(title, loc='left', fontsize=10, color=INK)
     ax.spines[['top', 'right']].set_visible(False)
@@ -54,14 +55,15 @@ def save_loss_figure(path: Path, rows: Sequence[dict[str, Any]], title: str = ''
 
 
 def column(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of one metric, where it has a value."""
+    """Steps and values of one metric, where it has a value; at most 1e38, with which Matplotlib can still compute."""
     pairs = [(row['step'], row[key]) for row in rows if row.get(key) is not None]
-    return np.array([s for s, _ in pairs]), np.array([v for _, v in pairs], float)
+    return np.array([s for s, _ in pairs]), np.clip(np.array([v for _, v in pairs], float), -1e38, 1e38)
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Mean of the last `window` values at each place, of all so far at the start."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    end = np.arange(1, len(values) + 1)
-    start = np.maximum(end - window, 0)
-    return (total[end] - total[start]) / (end - start)
+    if not len(values):
+        return values
+    # not from a running total, whose rounding a huge loss would leave in all that follows
+    total = np.convolve(values, np.ones(window))[: len(values)]
+    return total / np.minimum(np.arange(1, len(values) + 1), window)

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spannorm_jax import load
 from spannorm_jax.checkpoint import disk_errors
-from spannorm_jax.config import HOW_NOT_WHAT, Config, edit, run_id, to_dict
+from spannorm_jax.config import HOW_NOT_WHAT, Config, edit, from_dict, run_id, to_dict
 from spannorm_jax.errors import BadData, StorageError, UserError
 
 SMOOTHING = 20  # steps: a loss is judged by the mean of the last 20
@@ -75,9 +76,8 @@ class Position:
 
     @classmethod
     def from_meta(cls, meta: dict[str, Any]) -> 'Position':
-        values: dict[str, Any] = {f.name: meta[f.name] for f in dataclasses.fields(cls)}
-        values['recent'] = tuple(values['recent'])
-        return cls(**values)
+        """Raises BadData where a field is missing or of another type."""
+        return _parsed(cls, meta, [f.name for f in dataclasses.fields(cls)], 'the position')
 
 
 def smoothed(recent: tuple[float | None, ...]) -> float | None:
@@ -140,9 +140,30 @@ def write_config(folder: Path, cfg: Config) -> None:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    tree = read_json(folder / 'outcome.json')
-    known = [f.name for f in dataclasses.fields(Outcome)]
-    return None if tree is None else Outcome(**{k: v for k, v in tree.items() if k in known}, dir=str(folder))
+    """outcome.json; None where there is none. Raises BadData where it is damaged."""
+    path = folder / 'outcome.json'
+    if not path.is_file():
+        return None
+    try:
+        outcome = _parsed(Outcome, json.loads(path.read_text('utf-8')), ('status', 'step'), 'it')
+        if outcome.status not in EXIT:
+            raise BadData(f'status {outcome.status!r} is none of {", ".join(EXIT)}')
+    except (ValueError, RecursionError, BadData) as e:
+        raise BadData(f'{str(path)!r} is damaged ({e}); remove it to go on from the newest checkpoint, or use another run.dir') from None
+    return dataclasses.replace(outcome, dir=str(folder))
+
+
+def _parsed(cls: type, tree: Any, needed: Iterable[str], what: str) -> Any:
+    """A dataclass from JSON, without the fields it does not know. Raises BadData for a missing field or one of another type."""
+    if not isinstance(tree, dict):
+        raise BadData(f'{what} is {type(tree).__name__}, expected an object')
+    if missing := [name for name in needed if name not in tree]:
+        raise BadData(f'{what} lacks {", ".join(missing)}')
+    known = {f.name for f in dataclasses.fields(cls)}
+    try:
+        return from_dict(cls, {k: v for k, v in tree.items() if k in known})
+    except UserError as e:
+        raise BadData(str(e)) from None
 
 
 def finished(cfg: Config, folder: Path) -> Outcome | None:
@@ -153,13 +174,21 @@ def finished(cfg: Config, folder: Path) -> Outcome | None:
     return dataclasses.replace(done, message=f'{folder} is already complete: {done.status} at step {done.step}')
 
 
-def read_json(path: Path) -> Any:
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text('utf-8'))
-    except ValueError as e:
-        raise BadData(f'{str(path)!r} is not JSON ({e}); remove it, or use another run.dir') from e
+def look(cfg: Config, folder: Path) -> Outcome | None:
+    """The outcome of a run that has nothing left to do. Raises UserError where the folder holds a run of another configuration."""
+    with disk_errors('read', folder):
+        then = read_config(folder)
+        if then is not None:
+            check_resumable(then, cfg, folder)
+        return finished(cfg, folder)
+
+
+def interrupted_early(folder: Path) -> Outcome:
+    """The outcome of a start that a signal ended before its first step: what was saved before stands."""
+    step = max((int(p.name) for p in (folder / 'checkpoints').glob('*') if p.name.isdigit()), default=0)
+    kept = f'the checkpoint of step {step} stands' if step else 'there is nothing to save'
+    reason = f'interrupted before the first step, {kept}: run the same command again'
+    return Outcome('preempted', step, reason, dir=str(folder), message=f'{folder}: preempted at step {step}: {reason}')
 
 
 def write_json(path: Path, tree: Any) -> None:

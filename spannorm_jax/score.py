@@ -76,11 +76,11 @@ def restore_params(run: Path, cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Any
     like = jax.tree.map(
         lambda info, place: jax.ShapeDtypeStruct(info.value.shape, info.value.dtype, sharding=place), tree, places, is_leaf=is_param
     )
-    with Checkpoints(run / 'checkpoints') as checkpoints:
+    with Checkpoints(run / 'checkpoints', read_only=True) as checkpoints:
         step = checkpoints.latest()
         if step is None:
             raise MissingInput(f'{str(run)!r} has no whole checkpoint yet; train it first: spannorm train {run / "config.json"}')
-        return checkpoints.restore_params(step, like), step, checkpoints.meta(step).get('text', '')
+        return checkpoints.restore_params(step, like), step, str(checkpoints.meta(step).get('text', ''))
 
 
 def summary(cfg: Config, outcome: Outcome) -> str:

@@ -38,29 +38,40 @@ class MetricsFile:
         with disk_errors('write', self.path):
             old = self.path.read_text('utf-8') if self.path.is_file() else ''
             self.rows = [row for row in parse_rows(old, str(self.path)) if row['step'] <= step]
-            new = ''.join(map(dump_row, self.rows))
-            if new != old:
-                part = self.path.with_suffix('.part')
-                part.write_text(new, 'utf-8')
-                part.replace(self.path)
+            if old != ''.join(map(dump_row, self.rows)):
+                self._replace()
             self.file = self.path.open('a', encoding='utf-8')
 
-    def take_back(self, step: int) -> Row:
-        """Remove and return the row of `step` if it is the last one, else a new row: to add what an interruption left out."""
-        if not self.rows or self.rows[-1]['step'] != step:
-            return {'step': step}
-        row = self.rows[-1]
-        self.truncate(step - 1)
-        return row
+    def last(self, step: int) -> Row:
+        """The row of `step` if it is the last one, else a new row: to add what an interruption left out. It stays in the file."""
+        return dict(self.rows[-1]) if self.rows and self.rows[-1]['step'] == step else {'step': step}
 
     def write(self, row: Row) -> None:
+        """Append a row; one of the same step as the last takes its place, in one move, so that no moment is without it."""
         row = {k: plain(v) for k, v in row.items()}
+        again = bool(self.rows) and self.rows[-1]['step'] == row['step']
+        if again and self.rows[-1] == row:
+            return
+        self.rows[len(self.rows) - again :] = [row]
         with disk_errors('write', self.path):
-            self.file.write(dump_row(row))
-            self.file.flush()
-        self.rows.append(row)
+            if again:
+                self.file.close()
+                self._replace()
+                self.file = self.path.open('a', encoding='utf-8')
+            else:
+                self.file.write(dump_row(row))
+                self.file.flush()
         for sink in self.sinks:
             sink.write(row)
+
+    def _replace(self) -> None:
+        """The file anew from `rows`: a crash leaves the old one or the new one."""
+        part = self.path.with_suffix('.part')
+        with part.open('w', encoding='utf-8') as f:
+            f.writelines(map(dump_row, self.rows))
+            f.flush()
+            os.fsync(f.fileno())
+        part.replace(self.path)
 
     def sync(self) -> None:
         """Have the disk hold every row, before a checkpoint that relies on them."""

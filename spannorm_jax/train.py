@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from spannorm_jax import plot, rundir, sharding
 from spannorm_jax.checkpoint import Checkpoints, disk_errors
-from spannorm_jax.config import Config, to_dict
+from spannorm_jax.config import Config, from_dict, to_dict
 from spannorm_jax.data import check_vocab, open_data
 from spannorm_jax.data.baselines import unigram_entropy
 from spannorm_jax.errors import BadData, StorageError, UserError
-from spannorm_jax.host import Clock, Feed, Signals, alone, use_compilation_cache
+from spannorm_jax.host import Clock, Feed, Interrupted, Signals, alone, use_compilation_cache
 from spannorm_jax.model import LM, infos
 from spannorm_jax.optim import make_optimizer
 from spannorm_jax.rundir import Outcome, Position
@@ -33,41 +33,65 @@ def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], 
     """Train, or go on with, the run that `cfg` describes, in `rundir.run_dir(cfg)`. A finished run is left as it is.
 
     progress: told what happens (see Progress). stop(step): asked before each step; True saves and ends as 'preempted', as SIGTERM,
-    SIGUSR1 and the first Ctrl-C do. corpus: used instead of the one that `cfg.data` names.
+    SIGUSR1 and the first Ctrl-C do; before the first step a signal ends it at once, with nothing to save. corpus: used instead of the
+    one that `cfg.data` names.
 
     Raises: UserError (config, mesh, vocabulary, a config changed on resume), BadData, MissingInput, StorageError.
     """
     tell = progress or (lambda kind, data: None)
+    with Signals() as signals:
+        try:
+            return _fit(cfg, tell, signals, stop, corpus)
+        except Interrupted:
+            outcome = rundir.interrupted_early(rundir.run_dir(cfg))
+            tell('message', {'text': outcome.message})
+            return outcome
+
+
+def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bool] | None, corpus: Any) -> Outcome:
     folder = rundir.run_dir(cfg)
-    then = rundir.read_config(folder)
-    if then is not None:
-        rundir.check_resumable(then, cfg, folder)
-    if (done := rundir.finished(cfg, folder)) is not None:
+    if (done := rundir.look(cfg, folder)) is not None:
         tell('message', {'text': done.message})
         return done
     use_compilation_cache()
     mesh = sharding.make_mesh(cfg.mesh)
     sharding.check_batch(cfg, mesh)
+
+    def prepared(done: int, total: int) -> None:
+        signals.check()
+        tell('prepare', {'done': done, 'all': total})
+
     if corpus is None:
-        corpus = open_data(cfg.data, progress=lambda n, total: tell('prepare', {'done': n, 'all': total}))
+        corpus = open_data(cfg.data, progress=prepared)
+    signals.check()
     check_vocab(corpus.tokenizer, cfg.model.vocab)
     for group in EVALUATIONS:
         eval_set(cfg, corpus, group)  # an empty split is better found now than at the end
     with disk_errors('write', folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with alone(folder), jax.set_mesh(mesh), Signals() as signals, open_checkpoints(cfg, folder) as checkpoints:
-        try:
-            run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop)
-            with run.log, run.feed:
-                outcome = train(run)
-            if checkpoints.wait() != outcome.step and not outcome.nonfinite:
-                raise StorageError(f'the checkpoint of step {outcome.step} did not reach {str(folder)!r}; look at the disk and run again')
-        except Exception as e:
-            Outcome('failed', checkpoints.latest() or 0, f'{type(e).__name__}: {e}'[:2000]).try_to_save(folder)
-            raise
-    outcome.save(folder)
-    if outcome.status != 'preempted':  # whoever interrupts is waiting
-        draw(run)
+    with alone(folder):
+        if (done := rundir.look(cfg, folder)) is not None:  # again: another process may have begun here in the meantime
+            tell('message', {'text': done.message})
+            return done
+        with jax.set_mesh(mesh), open_checkpoints(cfg, folder) as checkpoints:
+            try:
+                run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop)
+                with run.log, run.feed:
+                    signals.check()
+                    outcome = train(run)
+                if checkpoints.wait() != outcome.step and not outcome.nonfinite:
+                    raise StorageError(
+                        f'the checkpoint of step {outcome.step} did not reach {str(folder)!r}; look at the disk and run again'
+                    )
+            except Interrupted:
+                rundir.interrupted_early(folder).try_to_save(folder)
+                raise
+            except Exception as e:
+                Outcome('failed', checkpoints.latest() or 0, f'{type(e).__name__}: {e}'[:2000]).try_to_save(folder)
+                raise
+        outcome.save(folder)
+        if outcome.status != 'preempted':  # whoever interrupts is waiting
+            draw(run)
     tell('message', {'text': outcome.message})
     return outcome
 
@@ -99,7 +123,8 @@ class Run(NamedTuple):
 
 
 def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
-    """Shardings, compiled steps and open files of a run."""
+    """Shardings, compiled steps and open files of a run. Raises as `resumable` does, before anything is written."""
+    resumable(cfg, folder, corpus, checkpoints)
     lm, tree = LM(cfg.model), infos(cfg.model)
     optimizer = make_optimizer(cfg, tree)
     shapes, whole = abstract_state(tree, optimizer), sharding.replicated(mesh)
@@ -111,6 +136,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
     batch = sharding.abstract_batch((cfg.data.batch, cfg.data.seq), mesh)
 
     def compiled(stats):
+        signals.check()
         step = jax.jit(make_step(cfg, lm, optimizer, tree, stats), donate_argnums=0, out_shardings=(places, whole))
         return step.lower(abstract, batch).compile()
 
@@ -141,23 +167,34 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
     )
 
 
-def restore(run: Run) -> tuple[TrainState, Position]:
-    """The newest checkpoint, or the beginning. Raises BadData (torn, of another model), UserError (other data)."""
-    latest = run.checkpoints.wait()
+def resumable(cfg: Config, folder: Path, corpus: Any, checkpoints: Checkpoints) -> Position | None:
+    """Where the newest checkpoint stands, None where there is none.
+
+    Raises: BadData (torn), UserError (begun with another configuration, whatever config.json says by now, or with other data).
+    """
+    latest = checkpoints.wait()
     if latest is None:
-        return run.make_state(), Position()
-    meta = run.checkpoints.meta(latest)
-    then, now = meta['config']['model'], to_dict(run.cfg)['model']
-    if differ := [k for k in now if then.get(k) != now[k] and f'model.{k}' not in rundir.RESUMABLE]:
-        where = run.folder / 'checkpoints' / str(latest)
-        raise BadData(f'checkpoint {str(where)!r} is of another model (it differs in {", ".join(differ)}); use another run.dir')
-    for what, found in data_identity(run.corpus).items():
+        return None
+    meta, where = checkpoints.meta(latest), str(folder / 'checkpoints' / str(latest))
+    try:
+        pos, then = Position.from_meta(meta), from_dict(Config, meta['config'])
+    except UserError as e:
+        raise BadData(f'the meta of checkpoint {where!r} is damaged ({e}); remove that folder to go on from the one before') from None
+    rundir.check_resumable(then, cfg, folder)
+    for what, found in data_identity(corpus).items():
         if meta.get(what) != found:
             raise UserError(
-                f'the {what} has changed since step {latest} of {str(run.folder)!r}; give another run.dir, or the data it began with'
+                f'the {what} has changed since step {latest} of {str(folder)!r}; give another run.dir, or the data it began with'
             )
-    pos = Position.from_meta(meta)
-    state = run.checkpoints.restore(latest, run.abstract)
+    return pos
+
+
+def restore(run: Run) -> tuple[TrainState, Position]:
+    """The newest checkpoint, or the beginning. Raises as `resumable` does; BadData for a torn array."""
+    pos = resumable(run.cfg, run.folder, run.corpus, run.checkpoints)
+    if pos is None:
+        return run.make_state(), Position()
+    state = run.checkpoints.restore(pos.step, run.abstract)
     step, stopped = jax.device_put((jnp.int32(pos.step), jnp.zeros((), bool)), run.abstract.step.sharding)
     run.tell('message', {'text': f'going on from the checkpoint of step {pos.step}'})
     return state._replace(step=step, stopped=stopped), pos
@@ -167,7 +204,7 @@ def train(run: Run) -> Outcome:
     """From boundary to boundary (evaluation, checkpoint, end, interruption). At a boundary all launched steps are accounted for."""
     cfg, saved = run.cfg.run, run.checkpoints.latest()
     state, pos = restore(run)
-    row = run.log.take_back(pos.step)
+    row = run.log.last(pos.step)
     while True:
         end, interrupted = pos.step >= cfg.steps, run.stopping(pos.step)
         groups = ('eval', 'test') if end else ('eval',) if due(cfg.eval_every, pos.step) else ()
@@ -196,7 +233,7 @@ def train(run: Run) -> Outcome:
             state, pos = restore(run)
             pos = dataclasses.replace(pos, batch=leave_out, rollbacks=rollbacks)
             run.log.truncate(pos.step)
-            row, saved = run.log.take_back(pos.step), run.checkpoints.latest()
+            row, saved = run.log.last(pos.step), run.checkpoints.latest()
 
 
 def advance(run: Run, state: TrainState, pos: Position) -> tuple[TrainState, Position, Row, dict[str, Any] | None]:

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import TINY
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spannorm_jax.checkpoint import Checkpoints
 from spannorm_jax.config import MeshConfig
 from spannorm_jax.errors import BadData, MissingInput, StorageError
+from spannorm_jax.score import restore_params
 from spannorm_jax.sharding import make_mesh
 from spannorm_jax.step import TrainState
 
@@ -144,6 +146,33 @@ def test_unfinished_saves_are_not_seen_and_cleaned(copy):
         assert ckpt.latest() == 3
         ckpt.save(4, state(4), META)  # old leftovers are removed in the background, at the latest before the next save
     assert not (copy / '5.orbax-checkpoint-tmp').exists()
+
+
+def test_a_reader_leaves_what_is_being_written(copy):
+    unfinished = pathlib.Path(shutil.copytree(copy / '3', copy / '5.orbax-checkpoint-tmp'))
+    before = sorted(copy.rglob('*'))
+    with Checkpoints(copy, read_only=True) as ckpt:
+        assert ckpt.latest() == 3
+        equal(ckpt.restore(3, like(state())), state(3))
+    assert unfinished.is_dir() and sorted(copy.rglob('*')) == before
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+def test_eval_opens_checkpoints_as_a_reader(copy, tmp_path):
+    (tmp_path / 'checkpoints').symlink_to(copy)
+    unfinished = pathlib.Path(shutil.copytree(copy / '3', copy / '5.orbax-checkpoint-tmp'))
+    with pytest.raises(BadData, match='of another model'):
+        restore_params(tmp_path, TINY, make_mesh(TINY.mesh))
+    gc.collect()
+    assert unfinished.is_dir()
+
+
+def test_a_reader_makes_no_folder(tmp_path):
+    with pytest.raises(MissingInput, match='no checkpoint yet'):
+        restore_params(tmp_path / 'run', TINY, make_mesh(TINY.mesh))
+    with pytest.raises(MissingInput, match='is not a folder'):
+        Checkpoints(tmp_path / 'run' / 'checkpoints', read_only=True)
+    assert not (tmp_path / 'run').exists()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

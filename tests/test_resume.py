@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from fakes import TINY, FakeCorpus
 from spannorm_jax.checkpoint import Checkpoints
 from spannorm_jax.config import edit
 from spannorm_jax.errors import BadData, UserError
+from spannorm_jax.track import MetricsFile
 from spannorm_jax.train import fit
 
 # An epoch is 10 rows, a batch 4: steps 3, 5 and 8 are the first of an epoch or cross its edge. Two micro-batches per step, and dropout.
@@ -124,8 +126,53 @@ def test_a_checkpoint_of_another_model_is_named(straight, tmp_path):
     cfg = edit(CFG, {'run.dir': str(tmp_path / 'run'), 'model.width': 32})
     (tmp_path / 'run').mkdir()
     (tmp_path / 'run' / 'checkpoints').symlink_to(straight / 'checkpoints')
-    with pytest.raises(BadData, match='of another model .it differs in width.'):
+    with pytest.raises(UserError, match=r'model.width  16   32'):
         fit(cfg, corpus=FakeCorpus())
+    assert not (tmp_path / 'run' / 'config.json').exists() and not (tmp_path / 'run' / 'metrics.jsonl').exists()
+
+
+def test_the_checkpoint_guards_the_configuration_where_config_json_is_gone(tmp_path):
+    cfg, folder = edit(CFG, {'run.dir': str(tmp_path / 'run')}), tmp_path / 'run'
+    fit(cfg, corpus=FakeCorpus(), stop=at(2))
+    (folder / 'config.json').unlink()
+    rows = rows_of(folder, perf=True)
+    with pytest.raises(UserError, match=r'optim.lr_peak   0.01      0.5\n'):
+        fit(edit(cfg, {'optim.lr_peak': 0.5, 'optim.schedule': 'constant'}), corpus=FakeCorpus())
+    assert not (folder / 'config.json').exists() and rows_of(folder, perf=True) == rows
+
+
+@pytest.mark.parametrize(
+    'meta', ['{"format": "a", "config": {}}', '{"format": 1, "config": {}}', '{"format": 1, "config": {"model": {}}}', '[]']
+)
+def test_a_meta_of_a_wrong_shape_is_named(straight, tmp_path, meta):
+    shutil.copytree(straight, tmp_path / 'run')
+    (tmp_path / 'run' / 'outcome.json').unlink()
+    (tmp_path / 'run' / 'checkpoints' / '9' / 'meta' / 'metadata').write_text(meta)
+    with pytest.raises(BadData, match="checkpoints/9'.*remove that folder"):
+        fit(edit(CFG, {'run.dir': str(tmp_path / 'run')}), corpus=FakeCorpus())
+
+
+def test_rows_stay_though_they_would_not_be_logged_now(tmp_path):
+    cfg, folder = edit(CFG, {'run.dir': str(tmp_path / 'run'), 'run.log_every': 1}), tmp_path / 'run'
+    fit(cfg, corpus=FakeCorpus(), stop=at(2))
+    before = (folder / 'metrics.jsonl').read_text()
+    assert before.count('\n') == 2
+    fit(edit(cfg, {'run.log_every': 1000}), corpus=FakeCorpus(), stop=at(2))
+    assert (folder / 'metrics.jsonl').read_text() == before
+
+
+def test_a_row_is_on_disk_until_its_replacement_is(tmp_path):
+    path = tmp_path / 'metrics.jsonl'
+    with MetricsFile(path) as log:
+        log.write({'step': 1, 'train/loss': 2.0})
+        log.write({'step': 2, 'train/loss': 1.0})
+    with MetricsFile(path, 2) as log:
+        row = log.last(2)
+        assert [r['step'] for r in rows_of(tmp_path)] == [1, 2]
+        log.write(row | {'eval/loss': 3.0})
+        assert rows_of(tmp_path)[1:] == [{'step': 2, 'train/loss': 1.0, 'eval/loss': 3.0}]
+        log.write({'step': 3})
+    assert [r['step'] for r in rows_of(tmp_path)] == [1, 2, 3]
 
 
 def test_other_data_is_refused(tmp_path):

@@ -1,9 +1,11 @@
 """The step and the loop: accumulation, what is not finite, statistics, evaluation, rows, outcomes."""
 
+import contextlib
 import json
 import math
 import os
 import signal
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from fakes import POISON, TINY, B, FakeCorpus, T, V
 
-from spannorm_jax import rundir, sharding, train
+from spannorm_jax import plot, rundir, sharding, train
 from spannorm_jax.config import Config, edit, from_dict
 from spannorm_jax.errors import BadData, StorageError, UserError
 from spannorm_jax.host import alone
@@ -384,6 +386,70 @@ def test_damaged_run_files_are_named(tmp_path):
     (tmp_path / 'config.json').write_text('{"name": ')
     with pytest.raises(BadData, match="config.json' is not JSON"):
         fit(edit(TINY, {'run.dir': str(tmp_path)}), corpus=FakeCorpus())
+
+
+@pytest.mark.parametrize(
+    'text', ['[]', '{}', '[' * 100_000, '{"status": "completed"', '{"status": "done", "step": 1}', '{"status": "completed", "step": "1"}']
+)
+def test_a_damaged_outcome_is_named(tmp_path, text):
+    (tmp_path / 'outcome.json').write_text(text)
+    with pytest.raises(BadData, match=r"outcome.json' is damaged \(.*\); remove it to go on"):
+        fit(edit(TINY, {'run.dir': str(tmp_path)}), corpus=FakeCorpus())
+
+
+def test_a_signal_while_the_step_compiles_ends_at_once(tmp_path):
+    def send(kind, data):
+        if kind == 'message' and 'compiled' in data['text']:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcome = fit(edit(TINY, {'run.dir': str(tmp_path)}), send, corpus=FakeCorpus())
+    assert (outcome.status, outcome.step, outcome.exit_code) == ('preempted', 0, 75) and 'nothing to save' in outcome.message
+    assert json.loads((tmp_path / 'outcome.json').read_text())['status'] == 'preempted'
+    assert not any((tmp_path / 'checkpoints').iterdir())
+
+
+def test_a_signal_while_data_is_prepared_ends_at_once(tmp_path, monkeypatch):
+    def open_data(cfg, progress):
+        os.kill(os.getpid(), signal.SIGTERM)
+        progress(1, 9)
+        raise AssertionError('went on')
+
+    monkeypatch.setattr(train, 'open_data', open_data)
+    outcome = fit(edit(TINY, {'run.dir': str(tmp_path / 'r')}))
+    assert outcome.exit_code == 75 and 'nothing to save' in outcome.reason and not (tmp_path / 'r').exists()
+
+
+def test_of_two_that_begin_in_one_folder_the_second_sees_the_first(tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def late(folder):
+        with alone(folder):  # while we waited for it, the other one began and died
+            rundir.write_config(folder, edit(TINY, {'optim.lr_peak': 0.5}))
+            yield
+
+    monkeypatch.setattr(train, 'alone', late)
+    with pytest.raises(UserError, match='optim.lr_peak  0.5  0.01'):
+        fit(edit(TINY, {'run.dir': str(tmp_path)}), corpus=FakeCorpus())
+    assert json.loads((tmp_path / 'config.json').read_text())['optim']['lr_peak'] == 0.5
+
+
+def test_a_name_that_is_too_long_is_a_storage_error(tmp_path):
+    with pytest.raises(StorageError, match='File name too long'):
+        fit(edit(TINY, {'run.dir': str(tmp_path / ('x' * 300))}), corpus=FakeCorpus())
+
+
+@pytest.mark.parametrize(
+    'losses', [[1e16] * 3, [3e38] * 30, [1e300, 2.0], [math.inf, math.nan, 2.0], [None] * 3, [math.inf], [2.0, 1e30] * 20]
+)
+def test_the_figure_of_a_diverged_run_warns_of_nothing(tmp_path, losses):
+    rows = [{'step': i, 'train/loss': x, 'eval/loss': x} for i, x in enumerate(losses, 1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        plot.save_loss_figure(tmp_path / 'loss.png', rows, 'run', {'unigrams': 3.0})
+    assert (tmp_path / 'loss.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_a_spike_does_not_linger_in_the_mean():
+    np.testing.assert_allclose(plot.trailing_mean(np.array([1.0, 1e30, 2.0, 3.0, 4.0]), 2), [1, 5e29, 5e29, 2.5, 3.5], rtol=1e-12)
 
 
 def test_a_mesh_that_cannot_be_made_is_refused_before_anything_is_written(tmp_path):
