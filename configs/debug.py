@@ -1,4 +1,4 @@
-"""A run of a few seconds: to see that everything works, and for tests. It learns next to nothing."""
+"""A run of about 20 seconds, most of it compiling: to see that everything works. It learns which bytes are frequent, and little more."""
 
 from spannorm_jax.config import Config, edit
 from spannorm_jax.load import load_config
@@ -14,8 +14,8 @@ def get() -> Config:
             'model.heads': 2,
             'data.seq': 64,
             'data.batch': 4,
-            'optim.warmup_steps': 2,
-            'run.steps': 20,
+            'optim.warmup_steps': 5,
+            'run.steps': 100,
             'run.eval_tokens': 8192,
         },
     )
