@@ -145,6 +145,11 @@ def main(argv: Sequence[str]) -> int:
         return complain(str(e), e.exit_code)
     except KeyboardInterrupt:
         return complain('interrupted', INTERRUPTED)
+    except ImportError as e:  # Ctrl-C while a library loads can surface as its failure to load
+        causes = [e, e.__cause__, e.__context__, getattr(e.__cause__, '__cause__', None), getattr(e.__cause__, '__context__', None)]
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+            return complain('interrupted', INTERRUPTED)
+        raise
     except BrokenPipeError:
         # Whoever read our output has seen enough. Python would complain once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -94,6 +94,8 @@ class Signals:
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.seen and number == signal.SIGINT:
             os._exit(130)
+        if number == signal.SIGINT:  # a step or a compilation can last: say that it was heard
+            os.write(2, b'\ninterrupted: saving and stopping; Ctrl-C again leaves at once, without saving\n')
         self.seen = True
 
     def __exit__(self, *_) -> None:

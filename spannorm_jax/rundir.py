@@ -12,6 +12,7 @@ from spannorm_jax import load
 from spannorm_jax.checkpoint import disk_errors
 from spannorm_jax.config import HOW_NOT_WHAT, Config, edit, from_dict, run_id, to_dict
 from spannorm_jax.errors import BadData, StorageError, UserError
+from spannorm_jax.model import count_params
 
 SMOOTHING = 20  # steps: a loss is judged by the mean of the last 20
 DIVERGED_BY = 0.5  # nats above its own earlier minimum
@@ -98,6 +99,12 @@ def diverged(pos: Position, unigram: float) -> str:
     if pos.lowest is not None and final > pos.lowest + DIVERGED_BY:
         return f'the final smoothed loss {final:.3f} is more than {DIVERGED_BY} above its earlier minimum {pos.lowest:.3f}'
     return ''
+
+
+def model_line(cfg: Config) -> str:
+    """What is trained on what, in a few words: `span, 12 x 96, 1.4M parameters, stdlib`."""
+    m = cfg.model
+    return f'{m.topology}, {m.layers} x {m.width}, {count_params(m) / 1e6:.3g}M parameters, {cfg.data.source}'
 
 
 def run_dir(cfg: Config) -> Path:

@@ -16,7 +16,7 @@ from spannorm_jax.host import use_compilation_cache
 from spannorm_jax.initializers import is_param
 from spannorm_jax.load import read_config
 from spannorm_jax.model import LM, infos
-from spannorm_jax.rundir import Outcome
+from spannorm_jax.rundir import Outcome, model_line
 from spannorm_jax.step import evaluate, make_eval_step
 from spannorm_jax.track import parse_rows
 
@@ -90,7 +90,7 @@ def summary(cfg: Config, outcome: Outcome) -> str:
     metrics = folder / 'metrics.jsonl'
     for row in parse_rows(metrics.read_text('utf-8'), str(metrics)) if metrics.is_file() else ():
         last |= row
-    parts = [f'{folder.name}: {outcome.status} at step {outcome.step}']
+    parts = [f'{folder.name} ({model_line(cfg)}): {outcome.status} at step {outcome.step}']
     if outcome.reason:
         parts.append(outcome.reason)
     if 'eval/bits_per_byte' in last:

@@ -43,9 +43,7 @@ def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], 
         try:
             return _fit(cfg, tell, signals, stop, corpus)
         except Interrupted:
-            outcome = rundir.interrupted_early(rundir.run_dir(cfg))
-            tell('message', {'text': outcome.message})
-            return outcome
+            return rundir.interrupted_early(rundir.run_dir(cfg))
 
 
 def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bool] | None, corpus: Any) -> Outcome:
@@ -92,7 +90,6 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
         outcome.save(folder)
         if outcome.status != 'preempted':  # whoever interrupts is waiting
             draw(run)
-    tell('message', {'text': outcome.message})
     return outcome
 
 
@@ -140,6 +137,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         step = jax.jit(make_step(cfg, lm, optimizer, tree, stats), donate_argnums=0, out_shardings=(places, whole))
         return step.lower(abstract, batch).compile()
 
+    tell('message', {'text': f'compiling the step: {rundir.model_line(cfg)}'})
     begun = time.perf_counter()
     step = compiled(False) if cfg.run.steps else None
     stats_step = compiled(True) if cfg.run.steps and cfg.run.stats_every else step
@@ -286,6 +284,7 @@ def write_row(run: Run, row: Row, always: bool = False) -> None:
 def held_out(run: Run, params: Any, group: str) -> Row:
     """Metrics of one evaluation; empty where a signal came in between."""
     data = eval_set(run.cfg, run.corpus, group)
+    run.tell('message', {'text': f'evaluating {data.tokens:,} tokens of the {EVALUATIONS[group]} split'})
     batches = data.batches(jax.process_index(), jax.process_count())
     try:
         found = evaluate(run.eval_step, params, (sharding.put_batch(b, run.mesh) for b in batches), data.bytes, run.signalled)
