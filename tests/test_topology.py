@@ -205,15 +205,15 @@ def test_span_forgets_attention_without_ffn(tokens):
 def test_depths_and_low_precision(name, layers, tokens):
     """From 1 to 1024 blocks, in bfloat16, the result is finite and a branch still changes it."""
     cfg = tiny(name, layers=layers, width=8, ffn=8, dtype='bfloat16')
-    scale = (2 * layers) ** -0.5
-    params = edited(cfg, random_params(cfg), lambda k, v: scale * v if k.endswith(('attn.o', 'ffn.down')) else v)
-    run = jax.jit(lambda p: LM(cfg).apply(p, tokens[:1, :4]))
+    params = LM(cfg).init(jax.random.key(0))
+    run = jax.jit(lambda p: LM(cfg).features(p, tokens)[0])  # before the head rounds them to bfloat16 once more
     before = run(params)
     assert before.dtype == jnp.float32 and np.isfinite(before).all()
     for branch in ('attn.o', 'ffn.down'):
         layer = layers - 1 if branch == 'ffn.down' else layers // 2
         change = lambda k, v, at=f'layers.{layer}.{branch}': v * 0 if k == at else v  # noqa: E731
-        assert not np.array_equal(before, run(edited(cfg, params, change))), f'{branch} of block {layer} is swallowed'
+        changed = (before != run(edited(cfg, params, change))).mean()
+        assert changed > 0.9, f'{branch} of block {layer} reaches {changed:.0%} of the features'
 
 
 def test_dropout_is_off_by_default_and_keyed_by_layer(tokens):
