@@ -35,6 +35,12 @@ def describe(hint: Any) -> str:
     return getattr(hint, '__name__', str(hint)) if not typing.get_args(hint) else str(hint)
 
 
+def place(cfg: Any, name: str) -> str:
+    """The dotted name of a field of a section: model.layers of a ModelConfig."""
+    section = type(cfg).__name__.removesuffix('Config').lower()
+    return f'{section}.{name}' if section else name
+
+
 def takes_float(hint: Any) -> bool:
     return float in (hint, *typing.get_args(hint))
 
@@ -45,13 +51,13 @@ def check_types(cfg: Any) -> None:
         value = getattr(cfg, name)
         if isinstance(value, float) and not math.isfinite(value) or isinstance(value, int) and not abs(value) < MOST:
             wanted = 'a finite number' if isinstance(value, float) else 'a whole number below 2^31 in size'
-            raise UserError(f'{name} = {repr(value)[:80]}: expected {wanted}')
+            raise UserError(f'{place(cfg, name)} = {repr(value)[:80]}: expected {wanted}')
         if isinstance(value, int) and not isinstance(value, bool) and takes_float(hint):
             continue  # an int where a float is asked for
         if not matches(value, hint):
             known = [str(a) for a in typing.get_args(hint)] if typing.get_origin(hint) is Literal else []
             hintful = f'; {nearest(str(value), known)}' if known else ''
-            raise UserError(f'{name} = {value!r}: expected {describe(hint)}{hintful}')
+            raise UserError(f'{place(cfg, name)} = {value!r}: expected {describe(hint)}{hintful}')
 
 
 def check_range(
@@ -63,10 +69,10 @@ def check_range(
         if value is None or low < value < high or (value == low and not open_low) or (value == high and not open_high):
             continue
         ends = f'{"(" if open_low else "["}{low:g}, {high:g}{")" if open_high or high == math.inf else "]"}'
-        raise UserError(f'{name} = {value!r} is outside {ends}')
+        raise UserError(f'{place(cfg, name)} = {value!r} is outside {ends}')
 
 
 def positive(cfg: Any, name: str) -> None:
     value = getattr(cfg, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f'{name} = {value!r} must be a whole number of at least 1')
+        raise UserError(f'{place(cfg, name)} = {value!r} must be a whole number of at least 1')
