@@ -4,6 +4,7 @@ All obey one contract: `encode` never returns `bos` or `eos`, whatever the text 
 a `bos` is a document's start and nothing else. A tokenizer without a BOS uses its EOS in that place.
 """
 
+import abc
 import hashlib
 import json
 from pathlib import Path
@@ -18,7 +19,7 @@ BOS_NAMES = ('<s>', '<|begin_of_text|>', '<bos>', '[BOS]', '<|startoftext|>')
 EOS_NAMES = ('</s>', '<|end_of_text|>', '<|endoftext|>', '<eos>', '[EOS]', '<|im_end|>')
 
 
-class Tokenizer:
+class Tokenizer(abc.ABC):
     """What the rest of the package sees of a tokenizer.
 
     Attributes: name (spec it was loaded from, without folders), fingerprint (sha256 of what defines it), vocab (ids are
@@ -28,13 +29,13 @@ class Tokenizer:
     def __init__(self, name: str, fingerprint: str, vocab: int, bos: int, eos: int, files: dict[str, Path] | None = None):
         self.name, self.fingerprint, self.vocab, self.bos, self.eos, self.files = name, fingerprint, vocab, bos, eos, files or {}
 
+    @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Integer ids (n,) of the text alone: no BOS, no EOS, special-token text taken as ordinary text."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def decode_bytes(self, ids) -> bytes:
         """The inverse of `encode`: UTF-8 bytes of the ids; BOS and EOS give nothing."""
-        raise NotImplementedError
 
     def decode(self, ids) -> str:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD."""
