@@ -38,6 +38,19 @@ class Batches:
         pass
 
 
+class FakeTokenizer(Tokenizer):
+    """One letter per token."""
+
+    def __init__(self):
+        super().__init__('fake', '', V, 0, 0)
+
+    def encode(self, text):
+        return np.array([1 + ord(c) % (V - 1) for c in text], np.int32)
+
+    def decode_bytes(self, ids):
+        return bytes(64 + int(i) for i in ids if i)
+
+
 class FakeCorpus:
     """Rows x, 3x + 1, ... mod 30 with noise; an epoch has 10 rows, so batches of 4 cross its edge; row lengths differ (padding)."""
 
@@ -46,7 +59,7 @@ class FakeCorpus:
 
     def __init__(self, poison=()):
         self.poison = frozenset(poison)
-        self.tokenizer = Tokenizer('fake', '', V, 0, 0)
+        self.tokenizer = FakeTokenizer()
         self.meta = SimpleNamespace(unigram=[100] * 30 + [0])
 
     def train_batches(self, batch, seq, seed, start=0, process_index=0, process_count=1, workers=0):
