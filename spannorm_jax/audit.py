@@ -1,6 +1,7 @@
 """The init audit: every parameter of a config as it would be initialised, against what its recipe intends."""
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -41,13 +42,14 @@ def _values(cfg: Config) -> Iterator[tuple[str, range | None, Param, jax.Array]]
 
 def _unplaced_mesh(cfg: MeshConfig) -> Mesh:
     """A mesh of the config's size whether or not those devices are here: one stands in for all, nothing is placed on it."""
-    return Mesh(np.full((1, cfg.fsdp, cfg.tensor), jax.devices()[0], dtype=object), MESH_AXES)
+    sizes = [1 if axis in ('replica', 'data') else getattr(cfg, axis) for axis in MESH_AXES]
+    return Mesh(np.full(sizes, jax.devices()[0], dtype=object), MESH_AXES)
 
 
 def _shards(info: Param, mesh: Mesh) -> int:
     """Into how many parts the mesh splits a parameter."""
     places, _ = spec(info.axes, info.value.shape, mesh)
-    return int(np.prod([mesh.shape[place] for place in places if place is not None]))
+    return math.prod(mesh.shape[axis] for place in places if place is not None for axis in np.atleast_1d(place))
 
 
 def grouped(rows: Iterable[AuditRow]) -> dict[tuple[Any, ...], list[AuditRow]]:

@@ -259,10 +259,16 @@ class OptimConfig:
 class MeshConfig:
     """Devices along each axis of the mesh."""
 
+    replica: int = 1
+    """Copies of the model on different slices of a pod, whose gradients meet over the slow network between them."""
     data: int = -1
     """Copies of the model, each on its own rows; -1 takes the devices that the other axes leave."""
     fsdp: int = 1
     """Shards of parameters and optimizer state, which also split the batch."""
+    expert: int = 1
+    """Shards of the experts, which also split the batch; tokens travel to their experts and back."""
+    sequence: int = 1
+    """Shards of each row along its positions (context parallelism): queries stay, keys and values are gathered."""
     tensor: int = 1
     """Shards of heads, FFN hidden units and vocabulary."""
     devices: int | None = None
@@ -272,7 +278,7 @@ class MeshConfig:
 
     def __post_init__(self):
         check_types(self)
-        for name in ('fsdp', 'tensor'):
+        for name in ('replica', 'fsdp', 'expert', 'sequence', 'tensor'):
             positive(self, name)
         if self.data != -1:
             positive(self, 'data')
@@ -341,7 +347,7 @@ HOW_NOT_WHAT = {
     'model': ('remat', 'scan_unroll'),
     'data': ('workers', 'cache'),
     'optim': ('loss_chunk',),
-    'mesh': ('data', 'fsdp', 'tensor', 'devices', 'platform'),
+    'mesh': ('replica', 'data', 'fsdp', 'expert', 'sequence', 'tensor', 'devices', 'platform'),
     'run': ('root', 'dir', 'sinks', 'log_every', 'stats_every', 'eval_every', 'checkpoint_every', 'keep', 'keep_every'),
 }
 

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +127,15 @@ class Clock:
 class Feed:
     """Training batches by index; opened at the first one asked for, and again wherever the next is not the one after the last."""
 
-    def __init__(self, cfg: Config, corpus: Any):
-        self.cfg, self.corpus, self.batches, self.k = cfg, corpus, None, -1
+    def __init__(self, cfg: Config, corpus: Any, mine: Sequence[int] | None = None):
+        self.cfg, self.corpus, self.mine, self.batches, self.k = cfg, corpus, mine, None, -1
 
     def take(self, k: int) -> dict[str, np.ndarray]:
-        """This process's rows of global batch k."""
+        """This process's rows (`mine`) of global batch k."""
         if k != self.k or self.batches is None:
             self.close()
             data = self.cfg.data
-            self.batches = self.corpus.train_batches(
-                data.batch, data.seq, self.cfg.run.seed, k, jax.process_index(), jax.process_count(), data.workers
-            )
+            self.batches = self.corpus.train_batches(data.batch, data.seq, self.cfg.run.seed, k, self.mine, data.workers)
         self.k = k + 1
         return next(self.batches)
 

@@ -48,8 +48,8 @@ def score(run: Path, split: str, max_tokens: int | None, source: str | None, mes
     rows, shards = cfg.data.batch // cfg.optim.accumulate, math.prod(mesh.shape[axis] for axis in sharding.BATCH)
     held_out = corpus.eval_batches(split, -(-rows // shards) * shards, cfg.data.seq, max_tokens)
     eval_step = jax.jit(make_eval_step(cfg, LM(cfg.model)), out_shardings=sharding.replicated(mesh))
-    with jax.set_mesh(mesh), held_out.batches(jax.process_index(), jax.process_count()) as batches:
-        found = evaluate(eval_step, params, (sharding.put_batch(b, mesh) for b in batches), held_out.bytes)
+    with jax.set_mesh(mesh), held_out.batches(sharding.local_rows(mesh, held_out.batch)) as batches:
+        found = evaluate(eval_step, params, (sharding.put_batch(b, mesh, held_out.batch) for b in batches), held_out.bytes)
     assert found is not None  # only a `stop` makes it so
     return {
         'run': str(run),

@@ -1,50 +1,81 @@
 """The mesh, and the one table that says which logical axis of a parameter lies along which axis of the mesh."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spannorm_jax.config import Config, MeshConfig
 from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import is_param
 
-MESH_AXES = ('data', 'fsdp', 'tensor')
-BATCH = ('data', 'fsdp')  # what the rows of a batch are split over
-RULES: dict[str, str | None] = {
-    'vocab': 'tensor',
-    'heads': 'tensor',
-    'kv': 'tensor',
-    'ffn': 'tensor',
-    'width': 'fsdp',
-    'head_dim': None,
-    'norm': None,
-    'layers': None,
+MESH_AXES = ('replica', 'data', 'fsdp', 'expert', 'sequence', 'tensor')  # slowest links first
+BATCH = ('replica', 'data', 'fsdp', 'expert')  # what the rows of a batch are split over
+WEIGHTS = ('fsdp', 'expert', 'sequence')  # what a weight is split over along its width: every axis that would else hold copies of it
+# Logical axis of an array -> mesh axes that split it. An axis taken by an earlier dimension of the array is left out.
+RULES: dict[str, tuple[str, ...]] = {
+    'experts': ('expert',),
+    'vocab': ('tensor',),
+    'heads': ('tensor',),
+    'kv': ('tensor',),
+    'ffn': ('tensor',),
+    'width': WEIGHTS,
+    'latent': WEIGHTS,
+    'head_dim': (),
+    'norm': (),
+    'layers': (),
+    # of activations
+    'rows': BATCH,
+    'positions': ('sequence',),
 }
 
 
-def make_mesh(cfg: MeshConfig) -> Mesh:
-    """Devices as a (data, fsdp, tensor) mesh.
+def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """Devices as a mesh with the axes MESH_AXES; `devices` are used instead of this process's (those of a slice that is only described).
 
-    Raises: UserError where the platform is absent, there are too few devices, or the sizes do not multiply to their number.
+    On TPU the order follows the links of the slice, and `replica` counts slices. Raises: UserError where the platform is absent, there
+    are too few devices, or the sizes do not multiply to their number.
     """
-    try:
-        found = jax.devices() if cfg.platform == 'auto' else jax.devices(cfg.platform)
-    except RuntimeError as e:
-        here = ', '.join(sorted({d.platform for d in jax.devices()}))
-        raise UserError(f'mesh.platform = {cfg.platform!r} is not there (present: {here}); run `spannorm doctor`, or choose auto') from e
+    found = list(devices) if devices is not None else _present(cfg.platform)
     n = len(found) if cfg.devices is None else cfg.devices
     if not 1 <= n <= len(found):
         raise UserError(f'mesh.devices = {n}, but there are {len(found)} {found[0].platform} devices')
-    rest = cfg.fsdp * cfg.tensor
-    data = n // rest if cfg.data == -1 else cfg.data
-    if data * rest != n:
-        sizes = f'mesh.data x fsdp x tensor = {"?" if cfg.data == -1 else cfg.data} x {cfg.fsdp} x {cfg.tensor}'
-        raise UserError(f'{sizes} does not make {n} devices; change the sizes, or set mesh.devices')
-    devices = np.asarray(found[:n]).reshape(data, cfg.fsdp, cfg.tensor)
-    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    sizes = [getattr(cfg, axis) for axis in MESH_AXES]
+    if cfg.data == -1:
+        rest = math.prod(size for axis, size in zip(MESH_AXES, sizes, strict=True) if axis != 'data')
+        sizes[MESH_AXES.index('data')] = n // rest
+    if math.prod(sizes) != n or 0 in sizes:
+        given = {a: getattr(cfg, a) for a in MESH_AXES if a in ('data', 'fsdp', 'tensor') or getattr(cfg, a) != 1}
+        shown = ' x '.join('?' if size == -1 else str(size) for size in given.values())
+        raise UserError(f'mesh.{" x ".join(given)} = {shown} does not make {n} devices; change the sizes, or set mesh.devices')
+    return Mesh(_arranged(found[:n], sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _present(platform: str) -> list[Any]:
+    try:
+        return jax.devices() if platform == 'auto' else jax.devices(platform)
+    except RuntimeError as e:
+        here = ', '.join(sorted({d.platform for d in jax.devices()}))
+        raise UserError(f'mesh.platform = {platform!r} is not there (present: {here}); run `spannorm doctor`, or choose auto') from e
+
+
+def _arranged(devices: list[Any], sizes: list[int]) -> np.ndarray:
+    """Devices in the shape of the mesh. A TPU's position in the torus decides its place, so that neighbours on an axis are neighbours."""
+    if devices[0].platform != 'tpu' or len(devices) == 1:
+        return np.asarray(devices).reshape(sizes)
+    slices = len({getattr(d, 'slice_index', 0) for d in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    if sizes[0] % slices:
+        raise UserError(
+            f'mesh.replica = {sizes[0]} is not a multiple of the number of slices, {slices}: only replicas lie on different slices'
+        )
+    within, between = [sizes[0] // slices, *sizes[1:]], [slices, *[1] * (len(sizes) - 1)]
+    return mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
 
 
 def check_batch(cfg: Config, mesh: Mesh) -> None:
@@ -52,24 +83,38 @@ def check_batch(cfg: Config, mesh: Mesh) -> None:
     rows, shards = cfg.data.batch // cfg.optim.accumulate, math.prod(mesh.shape[a] for a in BATCH)
     if rows % shards:
         micro = f' / optim.accumulate = {cfg.optim.accumulate}' if cfg.optim.accumulate > 1 else ''
+        axes = [a for a in BATCH if a in ('data', 'fsdp') or mesh.shape[a] > 1]
         raise UserError(
-            f'data.batch = {cfg.data.batch}{micro} does not divide over mesh.data x fsdp = {mesh.shape["data"]} x {mesh.shape["fsdp"]}; '
-            f'change the batch, or use fewer devices (mesh.devices)'
+            f'data.batch = {cfg.data.batch}{micro} does not divide over mesh.{" x ".join(axes)} = '
+            f'{" x ".join(str(mesh.shape[a]) for a in axes)}; change the batch, or use fewer devices (mesh.devices)'
         )
+    if cfg.data.seq % mesh.shape['sequence']:
+        raise UserError(f'data.seq = {cfg.data.seq} does not divide over mesh.sequence = {mesh.shape["sequence"]}; change one of them')
 
 
-def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> tuple[PartitionSpec, list[str]]:
-    """Where each dimension of a parameter lies, and a note for each that stays whole because it does not divide."""
-    places, notes = [], []
+def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[PartitionSpec, list[str]]:
+    """Where each dimension of an array lies, and a note for each that is split less than the rules say, because it does not divide."""
+    places, notes, taken = [], [], set()
     for name, size in zip(axes, shape, strict=True):
-        place = RULES[name] if name is not None else None
-        if place in places:
-            place = None  # a mesh axis splits one dimension of an array; the first that asks has it
-        if place is not None and size % mesh.shape[place]:
-            notes.append(f'{name} = {size} does not divide over mesh.{place} = {mesh.shape[place]}: kept whole')
-            place = None
-        places.append(place)
+        wanted = tuple(a for a in RULES.get(name, ()) if a not in taken and mesh.shape[a] > 1) if name is not None else ()
+        place = wanted
+        while size % math.prod(mesh.shape[a] for a in place):
+            place = place[:-1]
+        if place != wanted:
+            over = ' x '.join(f'mesh.{a}' for a in wanted)
+            kept = f'split over {" x ".join(place)} alone' if place else 'kept whole'
+            notes.append(f'{name} = {size} does not divide over {over} = {" x ".join(str(mesh.shape[a]) for a in wanted)}: {kept}')
+        taken.update(place)
+        places.append(place[0] if len(place) == 1 else place or None)
     return PartitionSpec(*places), notes
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """x, split over the mesh that is set (`jax.set_mesh`) as the rules say of its logical axes; x itself where there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh)[0])
 
 
 def param_shardings(infos: Any, mesh: Mesh) -> tuple[Any, list[str]]:
@@ -99,16 +144,30 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def put_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process's rows as a global batch, rows split over data and fsdp."""
-    return {k: jax.make_array_from_process_local_data(_rows(mesh), v) for k, v in batch.items()}
+def local_batch(mesh: Mesh, batch: int) -> list[int]:
+    """The rows of a global batch that lie, whole or in part, on devices of this process."""
+    places = NamedSharding(mesh, PartitionSpec(BATCH)).addressable_devices_indices_map((batch,))
+    return sorted({r for index in places.values() if index for r in range(batch)[index[0]]})
+
+
+def put_batch(batch: dict[str, np.ndarray], mesh: Mesh, size: int | None = None) -> dict[str, jax.Array]:
+    """The rows that `local_rows` names, as a global batch of `size` rows (None: they are all there), split over rows and positions."""
+    if size is None:
+        return {k: jax.device_put(v, _batch(mesh)) for k, v in batch.items()}
+    at = {r: i for i, r in enumerate(local_batch(mesh, size))}
+
+    def place(array):
+        part = lambda index: array[[at[r] for r in range(size)[index[0]]], index[1]]  # noqa: E731
+        return jax.make_array_from_callback((size, array.shape[1]), _batch(mesh), part)
+
+    return {k: place(v) for k, v in batch.items()}
 
 
 def abstract_batch(shape: tuple[int, int], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """What `put_batch` returns for a global batch of this shape, without the data."""
     names = ('tokens', 'targets', 'segments', 'positions')
-    return {k: jax.ShapeDtypeStruct(shape, np.int32, sharding=_rows(mesh)) for k in names}
+    return {k: jax.ShapeDtypeStruct(shape, np.int32, sharding=_batch(mesh)) for k in names}
 
 
-def _rows(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(BATCH))
+def _batch(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(BATCH, 'sequence'))

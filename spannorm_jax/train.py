@@ -154,7 +154,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         stopping=lambda step: signals.ask(stop, step),
         signalled=lambda: signals.seen,
         log=log,
-        feed=Feed(cfg, corpus),
+        feed=Feed(cfg, corpus, sharding.local_rows(mesh, cfg.data.batch)),
         clock=Clock(cfg, mesh),
         names=leaf_names(cfg.model, tree),
         make_state=lambda: init_state(cfg, lm, optimizer, places),
@@ -249,7 +249,7 @@ def advance(run: Run, state: TrainState, pos: Position) -> tuple[TrainState, Pos
             break
         run.checkpoints.poll()
         step = run.stats_step if due(cfg.stats_every, launched + 1) else run.step
-        state, metrics = step(state, sharding.put_batch(run.feed.take(launched + offset), run.mesh))
+        state, metrics = step(state, sharding.put_batch(run.feed.take(launched + offset), run.mesh, run.cfg.data.batch))
         if pending is not None:
             pos, row, bad = settle(run, pos, pending)
             if bad is not None:
@@ -285,9 +285,9 @@ def held_out(run: Run, params: Any, group: str) -> Row:
     """Metrics of one evaluation; empty where a signal came in between."""
     data = eval_set(run.cfg, run.corpus, group)
     run.tell('message', {'text': f'evaluating {data.tokens:,} tokens of the {EVALUATIONS[group]} split'})
-    batches = data.batches(jax.process_index(), jax.process_count())
+    batches = data.batches(sharding.local_rows(run.mesh, data.batch))
     try:
-        found = evaluate(run.eval_step, params, (sharding.put_batch(b, run.mesh) for b in batches), data.bytes, run.signalled)
+        found = evaluate(run.eval_step, params, (sharding.put_batch(b, run.mesh, data.batch) for b in batches), data.bytes, run.signalled)
     finally:
         batches.close()
     return {} if found is None else {f'{group}/loss': found.loss, f'{group}/bits_per_byte': found.bits_per_byte}

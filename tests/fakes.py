@@ -62,11 +62,12 @@ class FakeCorpus:
         self.tokenizer = FakeTokenizer()
         self.meta = SimpleNamespace(unigram=[100] * 30 + [0])
 
-    def train_batches(self, batch, seq, seed, start=0, process_index=0, process_count=1, workers=0):
+    def train_batches(self, batch, seq, seed, start=0, mine=None, workers=0):
         def make(k):
             places = [divmod(i, self.rows) for i in range(k * batch, (k + 1) * batch)]
             order = {e: np.random.default_rng((seed, e)).permutation(self.rows) for e, _ in places}
-            return self.make([order[e][i] for e, i in places], seq, k in self.poison)
+            rows = [order[e][i] for e, i in places]
+            return self.make(rows if mine is None else [rows[r] for r in mine], seq, k in self.poison)
 
         return Batches(make, start)
 
@@ -90,5 +91,9 @@ class FakeCorpus:
         at = {'validation': 50, 'test': 60}[split]
         made = [self.make(range(lo, lo + batch), seq) for lo in (at, at + batch)]
         tokens = sum(int((b['segments'] > 0).sum()) for b in made)
-        make = lambda *_: Batches(made.__getitem__, 0, len(made))  # noqa: E731
-        return SimpleNamespace(batches=make, bytes=tokens + 5, documents=1, tokens=tokens)
+
+        def batches(mine=None):
+            rows = slice(None) if mine is None else list(mine)
+            return Batches(lambda k: {name: x[rows] for name, x in made[k].items()}, 0, len(made))
+
+        return SimpleNamespace(batches=batches, batch=batch, bytes=tokens + 5, documents=1, tokens=tokens)

@@ -10,14 +10,16 @@ from spannorm_jax.config import MeshConfig, edit
 from spannorm_jax.errors import UserError
 from spannorm_jax.model import LM, infos, unstack
 from spannorm_jax.optim import make_optimizer
-from spannorm_jax.sharding import RULES, check_batch, make_mesh, param_shardings, put_batch, spec, state_shardings
+from spannorm_jax.sharding import MESH_AXES, RULES, check_batch, make_mesh, param_shardings, put_batch, spec, state_shardings
 from spannorm_jax.step import TrainState, abstract_state, init_state, make_step
 from spannorm_jax.topology import TOPOLOGIES
 
 
 def test_mesh_takes_what_the_other_axes_leave():
-    assert dict(make_mesh(MeshConfig(fsdp=2, tensor=2)).shape) == {'data': 2, 'fsdp': 2, 'tensor': 2}
-    assert dict(make_mesh(MeshConfig(devices=1)).shape) == {'data': 1, 'fsdp': 1, 'tensor': 1}
+    one = dict.fromkeys(MESH_AXES, 1)
+    assert dict(make_mesh(MeshConfig(fsdp=2, tensor=2)).shape) == one | {'data': 2, 'fsdp': 2, 'tensor': 2}
+    assert dict(make_mesh(MeshConfig(replica=2, expert=2, sequence=2)).shape) == one | {'replica': 2, 'expert': 2, 'sequence': 2}
+    assert dict(make_mesh(MeshConfig(devices=1)).shape) == one
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,7 @@ def test_mesh_takes_what_the_other_axes_leave():
     [
         (MeshConfig(fsdp=3), r'\? x 3 x 1 does not make 8 devices'),
         (MeshConfig(data=2, fsdp=2), '2 x 2 x 1 does not make 8 devices'),
+        (MeshConfig(expert=16), r'data x fsdp x expert x tensor = \? x 1 x 16 x 1 does not make 8 devices'),
         (MeshConfig(devices=9), 'mesh.devices = 9, but there are 8 cpu devices'),
         (MeshConfig(platform='tpu'), "mesh.platform = 'tpu' is not there .present: cpu"),
     ],
@@ -49,6 +52,13 @@ def test_rules_split_what_divides_and_say_what_does_not():
         ['kv = 2 does not divide over mesh.tensor = 4: kept whole'],
     )
     assert spec(('vocab', 'ffn'), (8, 8), mesh) == (P('tensor', None), [])  # a mesh axis splits one dimension
+    mesh = make_mesh(MeshConfig(fsdp=2, expert=2, sequence=2))
+    assert spec(('width', 'heads'), (16, 3), mesh) == (P(('fsdp', 'expert', 'sequence'), None), [])
+    assert spec(('experts', 'width', 'ffn'), (6, 16, 5), mesh) == (P('expert', ('fsdp', 'sequence'), None), [])
+    assert spec(('width',), (12,), mesh) == (
+        P(('fsdp', 'expert')),
+        ['width = 12 does not divide over mesh.fsdp x mesh.expert x mesh.sequence = 2 x 2 x 2: split over fsdp x expert alone'],
+    )
 
 
 @pytest.mark.parametrize('topology', sorted(TOPOLOGIES))

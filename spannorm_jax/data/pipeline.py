@@ -6,7 +6,7 @@ of the whole iterator is the integer k: nothing is packed, buffered or skipped t
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -106,19 +106,18 @@ class Corpus:
         seq: int,
         seed: int,
         start: int = 0,
-        process_index: int = 0,
-        process_count: int = 1,
+        mine: Sequence[int] | None = None,
         workers: int = 0,
     ) -> 'Batches':
-        """Endless batches of dict(tokens, targets, segments, positions), int32 (batch / process_count, seq), from global batch `start`.
+        """Endless batches of dict(tokens, targets, segments, positions), int32 (rows, seq) each, from global batch `start`.
 
-        Every epoch is its own permutation of all rows. Process h of n gets the h-th contiguous slice of each global batch.
-        workers: reader processes (spawned); 0 reads in threads. Neither changes the order.
+        Every epoch is its own permutation of all rows. mine: the rows of each global batch, of 0..batch-1, that this process makes; None
+        makes them all. workers: reader processes (spawned); 0 reads in threads. Neither changes the order.
 
-        Raises: UserError (batch does not divide over the processes), BadData (from here or from `next`, naming the place).
+        Raises: BadData (from here or from `next`, naming the place).
         """
         make = _TrainRows(Stream(self.folder, 'train', self.meta), self.rows(seq), seq, seed)
-        return Batches(make, batch, _share(batch, process_index, process_count), start, sys.maxsize, workers)
+        return Batches(make, batch, range(batch) if mine is None else mine, start, sys.maxsize, workers)
 
     def eval_batches(self, split: str, batch: int, seq: int, max_tokens: int | None = None) -> 'EvalSet':
         """The first whole documents of a split, up to `max_tokens` tokens (at least one document, however long).
@@ -149,7 +148,7 @@ class Batches(Iterator[Batch]):
     `k` is the global batch that `next` will give: all there is to save. Close it, or use it as a context manager.
     """
 
-    def __init__(self, make: 'MakeRows', batch: int, mine: slice, start: int, stop: int, workers: int = 0):
+    def __init__(self, make: 'MakeRows', batch: int, mine: Sequence[int], start: int, stop: int, workers: int = 0):
         # Imported here: it takes seconds, which `prepare`, its workers and `--help` need not wait for.
         import grain
         from absl import flags
@@ -191,7 +190,7 @@ class _Group:
 
     make: 'MakeRows'
     batch: int
-    mine: slice
+    mine: Sequence[int]
     start: int
     stop: int
     group: int
@@ -199,16 +198,8 @@ class _Group:
     def __call__(self, j: int) -> Batch:
         first = self.start + j * self.group
         batches = range(first, min(first + self.group, self.stop))
-        rows = [k * self.batch + r for k in batches for r in range(self.batch)[self.mine]]
+        rows = [k * self.batch + r for k in batches for r in self.mine]
         return {name: a_RT.reshape(len(batches), -1, self.make.seq) for name, a_RT in self.make(rows).items()}
-
-
-def _share(batch: int, process_index: int, process_count: int) -> slice:
-    """The contiguous part of a global batch that one process makes."""
-    if batch % process_count:
-        raise UserError(f'a batch of {batch} rows does not divide over {process_count} processes')
-    rows = batch // process_count
-    return slice(process_index * rows, (process_index + 1) * rows)
 
 
 def _keep_off_devices(index: int, count: int) -> None:
@@ -270,10 +261,10 @@ class EvalSet:
     def __len__(self) -> int:
         return -(-self.tokens // (self.batch * self.seq))
 
-    def batches(self, process_index: int = 0, process_count: int = 1) -> Batches:
-        """The same batches each time, (batch / process_count, seq); what is missing from the last has segments 0 and targets 0."""
+    def batches(self, mine: Sequence[int] | None = None) -> Batches:
+        """The same batches each time, (rows, seq), of the rows `mine`, None for all; what the last one lacks has segments and targets 0."""
         make = _EvalRows(self.stream, self.seq, self.tokens)
-        return Batches(make, self.batch, _share(self.batch, process_index, process_count), 0, len(self))
+        return Batches(make, self.batch, range(self.batch) if mine is None else mine, 0, len(self))
 
 
 @dataclass
