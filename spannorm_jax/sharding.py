@@ -144,7 +144,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def local_batch(mesh: Mesh, batch: int) -> list[int]:
+def local_rows(mesh: Mesh, batch: int) -> list[int]:
     """The rows of a global batch that lie, whole or in part, on devices of this process."""
     places = NamedSharding(mesh, PartitionSpec(BATCH)).addressable_devices_indices_map((batch,))
     return sorted({r for index in places.values() if index for r in range(batch)[index[0]]})
@@ -154,7 +154,7 @@ def put_batch(batch: dict[str, np.ndarray], mesh: Mesh, size: int | None = None)
     """The rows that `local_rows` names, as a global batch of `size` rows (None: they are all there), split over rows and positions."""
     if size is None:
         return {k: jax.device_put(v, _batch(mesh)) for k, v in batch.items()}
-    at = {r: i for i, r in enumerate(local_batch(mesh, size))}
+    at = {r: i for i, r in enumerate(local_rows(mesh, size))}
 
     def place(array):
         part = lambda index: array[[at[r] for r in range(size)[index[0]]], index[1]]  # noqa: E731
