@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from spannorm_jax import topology
+from spannorm_jax.embedding import look_up
 from spannorm_jax.initializers import Init, Param, draw, is_param, make, matrix_init
 from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, context, dropout
 from spannorm_jax.mla import LatentAttention
@@ -182,16 +183,15 @@ class Stack(nn.Module):
             )
             lo, stats = lo + n, [*stats, s]
         stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
-        return entry.leave(stream, norm, c), join(stats)
+        return entry.leave(stream, norm, c), join(stats, [n for *_, n in topology.runs(cfg)])
 
 
-def join(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Statistics of consecutive runs as arrays over all L layers; what only some runs have is filled with NaN."""
+def join(runs: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]:
+    """Statistics of consecutive runs of so many blocks as arrays over all L layers; what only some runs have is filled with NaN."""
     shapes = {k: v for run in runs for k, v in run.items()}
-    n = [len(jax.tree.leaves(run)[0]) if run else 0 for run in runs]
 
     def column(key):
-        fill = [jax.tree.map(lambda x, n=n_i: jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype), shapes[key]) for n_i in n]
+        fill = [jax.tree.map(lambda x, n=n: jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype), shapes[key]) for n in counts]
         parts = [run.get(key, f) for run, f in zip(runs, fill, strict=True)]
         return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
@@ -209,7 +209,7 @@ class Transformer(nn.Module):
         cfg = self.cfg
         V, D = cfg.vocab, cfg.width
         w_VD = make(self, 'embed', (V, D), ('vocab', 'width'), 'embed', matrix_init(cfg, 'embed', V, D), 1)
-        x_BTD = w_VD[tokens_BT] * cfg.embed_scale
+        x_BTD = look_up(w_VD, tokens_BT) * cfg.embed_scale
         if dropout_key is not None:
             x_BTD = dropout(x_BTD, cfg.dropout, jax.random.fold_in(dropout_key, cfg.layers))
         if positions_BT is None:

@@ -13,11 +13,11 @@ PACKAGE = ROOT / 'spannorm_jax'
 
 # A file imports only from above it; a folder counts as one file.
 ORDER = (
-    'errors fields topology model_config config load initializers sharding layers streams dispatch mla moe model loss optim data step '
-    'checkpoint track plot rundir host train diagnostics plan bench sweep interop compare catalog audit doctor score progress commands '
-    'cli __main__ __init__ '
+    'errors fields topology model_config config load initializers sharding embedding layers streams dispatch mla moe model '
+    'loss optim data step checkpoint track plot rundir host train diagnostics plan bench sweep interop compare catalog audit '
+    'doctor score progress commands cli __main__ __init__ '
 ).split()
-CORE = 'errors fields topology model_config config load initializers sharding layers streams dispatch mla moe model loss'.split()
+CORE = 'errors fields topology model_config config load initializers sharding embedding layers streams dispatch mla moe model loss'.split()
 CORE_LIBRARIES = {'jax', 'flax', 'jaxtyping', 'numpy'}
 LIGHT = 'errors fields topology model_config config load cli commands __main__ __init__'.split()
 
