@@ -46,8 +46,13 @@ def choose(cfg: ModelConfig, logits_BTE: Float[Array, 'B T E'], bias_E: Float[Ar
     _, expert = jax.lax.top_k(ranked, K)
     weight = jnp.take_along_axis(score, expert, axis=-1)
     if cfg.normalizes_router:
-        weight /= weight.sum(-1, keepdims=True) + 1e-20
-    return Choice(expert, weight * cfg.router_scale, score / score.sum(-1, keepdims=True))
+        weight /= total(weight)
+    return Choice(expert, weight * cfg.router_scale, score / total(score))
+
+
+def total(x: Array) -> Array:
+    """The sum, kept from 0: where every sigmoid has underflown, weights are 0 and their gradient is finite."""
+    return jnp.maximum(x.sum(-1, keepdims=True), 1e-18)
 
 
 def load(cfg: ModelConfig, choice: Choice, logits_BTE: Float[Array, 'B T E'], real_BT: Bool[Array, 'B T']) -> dict[str, Array]:
