@@ -79,7 +79,7 @@ def _arranged(devices: list[Any], sizes: list[int]) -> np.ndarray:
 
 
 def check_batch(cfg: Config, mesh: Mesh) -> None:
-    """Raise UserError where the rows of one micro-batch do not divide over the mesh."""
+    """Raise UserError where the rows of one micro-batch, their positions or the experts do not divide over the mesh."""
     rows, shards = cfg.data.batch // cfg.optim.accumulate, math.prod(mesh.shape[a] for a in BATCH)
     if rows % shards:
         micro = f' / optim.accumulate = {cfg.optim.accumulate}' if cfg.optim.accumulate > 1 else ''
@@ -87,6 +87,10 @@ def check_batch(cfg: Config, mesh: Mesh) -> None:
         raise UserError(
             f'data.batch = {cfg.data.batch}{micro} does not divide over mesh.{" x ".join(axes)} = '
             f'{" x ".join(str(mesh.shape[a]) for a in axes)}; change the batch, or use fewer devices (mesh.devices)'
+        )
+    if cfg.model.experts % mesh.shape['expert']:
+        raise UserError(
+            f'model.experts = {cfg.model.experts} does not divide over mesh.expert = {mesh.shape["expert"]}; change one of them'
         )
     if cfg.data.seq % mesh.shape['sequence']:
         raise UserError(f'data.seq = {cfg.data.seq} does not divide over mesh.sequence = {mesh.shape["sequence"]}; change one of them')
