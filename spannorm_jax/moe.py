@@ -130,22 +130,15 @@ class Moe(nn.Module):
 
 
 def expert_ffn(
-    cfg: ModelConfig,
-    w: dict[str, Array],
-    split: str | None,
-    x_MD: Float[Array, 'M D'],
-    sizes_E: Int[Array, ' E'],
-    expert_M: Int[Array, ' M'],
+    cfg: ModelConfig, w: dict[str, Array], split: str | None, x_MD: Float[Array, 'M D'], groups: dispatch.Groups
 ) -> Float[Array, 'M D']:
     """down(act(gate x) * up x) of each row's expert; a partial sum where the mesh axis `split` holds parts of the hidden units."""
-    dot = functools.partial(dispatch.grouped_dot, x_MD, sizes_E=sizes_E)
-    act = ACTIVATIONS[cfg.activation]
-    h_MF = act(dot(w['gate'])) * dot(w['up']) if cfg.gated else act(dot(w['up']))
+    act, dot = ACTIVATIONS[cfg.activation], functools.partial(dispatch.grouped_dot, groups=groups)
+    h_MF = act(dot(x_MD, w['gate'])) * dot(x_MD, w['up']) if cfg.gated else act(dot(x_MD, w['up']))
     if 'gain' in w:
-        own = jnp.minimum(expert_M, len(sizes_E) - 1)
-        h_MF = standardize(h_MF.astype(accumulator(cfg)), cfg.norm, cfg.norm_eps, split) * w['gain'][own]
-        h_MF = h_MF + w['bias'][own] if 'bias' in w else h_MF
-    return dispatch.grouped_dot(h_MF.astype(x_MD.dtype), w['down'], sizes_E)
+        h_MF = standardize(h_MF.astype(accumulator(cfg)), cfg.norm, cfg.norm_eps, split) * w['gain'][groups.expert_M]
+        h_MF = h_MF + w['bias'][groups.expert_M] if 'bias' in w else h_MF
+    return dot(h_MF.astype(x_MD.dtype), w['down'])
 
 
 def routed(

@@ -121,6 +121,14 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh)[0])
 
 
+def target() -> tuple[str, str]:
+    """Platform and kind of the devices that programs are made for: those of the mesh that is set, else this process's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        device = jax.config.jax_default_device or jax.devices()[0]
+    return device.platform, device.device_kind
+
+
 def param_shardings(infos: Any, mesh: Mesh) -> tuple[Any, list[str]]:
     """A NamedSharding per parameter, and the distinct notes of `spec`."""
     found = jax.tree.map(lambda p: spec(p.axes, p.value.shape, mesh), infos, is_leaf=is_param)

@@ -41,8 +41,8 @@ def loop(x, expert, weight, matrices):
     return out
 
 
-def tanh_experts(matrices, x_MD, sizes_E, expert_M):
-    return jnp.tanh(dispatch.grouped_dot(x_MD, matrices, sizes_E))
+def tanh_experts(matrices, x_MD, groups):
+    return jnp.tanh(dispatch.grouped_dot(x_MD, matrices, groups))
 
 
 def on_one(x, expert, weight, matrices):
@@ -60,10 +60,13 @@ def on_four(x, expert, weight, matrices, room=None, slots=None):
     return jax.shard_map(body, mesh=mesh, in_specs=P, out_specs=P, check_vma=False)(x, expert, weight, matrices)
 
 
+@pytest.mark.parametrize('tile', [None, 1])  # as the CPU does it, and as accelerators do
 @pytest.mark.parametrize('where', [on_one, on_four])
 @pytest.mark.parametrize('choice', CHOICES)
-def test_dispatch_is_the_loop_over_tokens(where, choice):
+def test_dispatch_is_the_loop_over_tokens(where, choice, tile, monkeypatch):
     """Values and all three gradients; nothing is dropped, nothing is NaN, whoever has no tokens."""
+    if tile:
+        monkeypatch.setattr(dispatch, 'tile_for', lambda rows, E: tile)
     expert = CHOICES[choice]
     g = rng.standard_normal((N, D)).astype(np.float32)
     out, pull = jax.vjp(jax.jit(lambda x, w, m: where(x, expert, w, m)), X, WEIGHT, MATRICES)
@@ -98,7 +101,7 @@ def test_within_capacity_counts_by_row_and_in_order():
 
 def test_no_scatter_in_either_direction():
     """Every data movement of rows is a gather; scatters are slow, and on GPU in no fixed order."""
-    f = lambda x, w: dispatch.local(functools.partial(tanh_experts, MATRICES), x, jnp.asarray(CHOICES['random']), w, E).sum()  # noqa: E731
+    f = lambda x, w: dispatch.local(functools.partial(tanh_experts, jnp.asarray(MATRICES)), x, jnp.asarray(CHOICES['random']), w, E).sum()  # noqa: E731
     text = str(jax.make_jaxpr(jax.grad(f))(X, WEIGHT))
     assert 'gather' in text
     assert not [line for line in text.splitlines() if 'scatter' in line and f'{D}]' in line.split('=')[0]]
