@@ -22,6 +22,7 @@ from spannorm_jax import topology
 from spannorm_jax.config import ModelConfig
 from spannorm_jax.initializers import Init, Param, draw, is_param, make, matrix_init
 from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, context, dropout
+from spannorm_jax.sharding import constrain
 
 REMAT = {'full': None, 'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
@@ -99,14 +100,19 @@ class Block(nn.Module):
         attn = sublayer('attn', lambda x, norms: attn_module(x, ctx, norms, bool(self.collect)), 0)
         ffn = sublayer('ffn', lambda x, norms: (ffn_module(x, norms), {}), 1)
         c = SimpleNamespace(cfg=cfg, param=param, add=add, **coef)
-        stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
+        stream = jax.tree.map(lambda x: by_rows(x).astype(accumulator(cfg)), stream)
         stream = (self.rule or block_rule(cfg, self.layer))(stream, attn, ffn, norm, c)
         if self.collect:
             stats |= block_stats(into, out, sums, stream)
-        stream = jax.tree.map(lambda x: x.astype(cfg.residual_dtype), stream)
+        stream = jax.tree.map(lambda x: by_rows(x.astype(cfg.residual_dtype)), stream)
         if self.collect == 'tensors':
             stats |= {'hidden': stream, 'after': {k: v for k, v in out.items() if k.startswith(('attn', 'ffn'))}}
         return stream, stats
+
+
+def by_rows(x: Array) -> Array:
+    """An activation (B, T, ...) split over rows and positions alone, wherever a mesh is set."""
+    return constrain(x, 'rows', 'positions', *[None] * (x.ndim - 2))
 
 
 def block_rule(cfg: ModelConfig, layer: int) -> Callable:
@@ -201,7 +207,7 @@ class Transformer(nn.Module):
         cfg = self.cfg
         V, D = cfg.vocab, cfg.width
         w_VD = make(self, 'embed', (V, D), ('vocab', 'width'), 'embed', matrix_init(cfg, 'embed', V, D), 1)
-        x_BTD = w_VD[tokens_BT] * cfg.embed_scale
+        x_BTD = constrain(w_VD[tokens_BT], 'rows', 'positions', None) * cfg.embed_scale
         if dropout_key is not None:
             x_BTD = dropout(x_BTD, cfg.dropout, jax.random.fold_in(dropout_key, cfg.layers))
         if positions_BT is None:

@@ -117,6 +117,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh)[0])
 
 
+def pieces(axis: str) -> int:
+    """How many pieces the mesh that is set cuts a logical axis into."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[a] for a in RULES[axis])
+
+
 def param_shardings(infos: Any, mesh: Mesh) -> tuple[Any, list[str]]:
     """A NamedSharding per parameter, and the distinct notes of `spec`."""
     found = jax.tree.map(lambda p: spec(p.axes, p.value.shape, mesh), infos, is_leaf=is_param)
