@@ -6,182 +6,11 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spannorm_jax import topology as topologies
 from spannorm_jax.errors import UserError, nearest
 from spannorm_jax.fields import MOST, check_range, check_types, describe, field_types, matches, positive, takes_float
+from spannorm_jax.model_config import ModelConfig
 
-GATED = ('swiglu', 'geglu', 'geglu_tanh')
 ROLES = ('embed', 'read', 'write', 'head', 'gain', 'bias', 'gate', 'mix', 'router', 'router_bias')  # see initializers.py
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder-only Transformer: one topology over shared sublayers. Axis letters are those of layers.py."""
-
-    topology: str = 'span'
-    """Name or alias of an entry of TOPOLOGIES (`spannorm topologies` prints them)."""
-    layers: int = 12
-    """Number of blocks L (attention + FFN = one block)."""
-    width: int = 128
-    """Residual width D."""
-    heads: int = 4
-    """Query heads N."""
-    kv_heads: int | None = None
-    """Key/value heads K; None means as many as query heads."""
-    head_dim: int | None = None
-    """Head dimension H; None means width / heads."""
-    ffn: int | None = None
-    """Hidden width F of the FFN; None means 8/3 width when gated and 4 width otherwise, rounded up to a multiple of 8."""
-    vocab: int = 257
-    """Vocabulary size V. 257 = 256 bytes and the document separator."""
-
-    activation: Literal['swiglu', 'geglu', 'geglu_tanh', 'gelu', 'gelu_tanh', 'relu'] = 'swiglu'
-    """FFN kind. swiglu and geglu are gated: down(act(gate x) * up x)."""
-    norm: Literal['rmsnorm', 'layernorm'] = 'rmsnorm'
-    norm_eps: float = 1e-6
-    norm_unit_offset: bool = False
-    """Multiply by (1 + w), w initialised to 0, as Gemma does."""
-    norm_bias: bool = False
-    """Add a learned bias after the gain (LayerNorm of fairseq and torchscale)."""
-    final_norm_eps: float | None = None
-    """eps of the final norm alone; None means norm_eps."""
-    final_norm: bool | None = None
-    """Norm before the head; None means the topology's default."""
-    embed_norm: bool | None = None
-    """Norm of the (scaled) embedding; None means the topology's default."""
-
-    positions: Literal['rope_half', 'rope_interleaved', 'none'] = 'rope_half'
-    rope_theta: float = 10_000.0
-    attn_scale: float | None = None
-    """Factor on the attention scores; None means head_dim ** -0.5."""
-    qk_norm: Literal['none', 'head', 'whole'] = 'none'
-    """Norm of queries and keys before RoPE: over each head, or over all heads at once (OLMo 2)."""
-    v_norm: bool = False
-    """Norm of the values too, over each head."""
-    attn_bias: bool = False
-    """Biases on q, k, v and the attention output projection."""
-    mlp_bias: bool = False
-    """Biases on every FFN projection."""
-    attn_soft_cap: float | None = None
-    """cap * tanh(scores / cap) before the mask (Gemma 2)."""
-    logit_soft_cap: float | None = None
-    """cap * tanh(logits / cap)."""
-    tie_embeddings: bool = False
-
-    embed_scale: float = 1.0
-    """Factor on the embedding, before any embedding norm (sqrt(width) in Gemma and fairseq)."""
-    branch_scale: float = 1.0
-    """Constant factor on each branch, after its output norm where there is one."""
-    logit_scale: float = 1.0
-    """Constant factor on the logits."""
-    branch_gain: Literal['none', 'scalar', 'vector'] = 'none'
-    """Learned factor on each branch: one scalar (ReZero, SkipInit) or one per channel (LayerScale)."""
-    branch_gain_init: float = 0.0
-    """Initial value of that learned factor."""
-
-    first_skip: Literal['raw', 'normed'] = 'raw'
-    """span: skip of the first block. raw = reading A (only its attention input is normed), normed = reading B."""
-    post_fraction: float = 0.25
-    """mixln: share of the blocks, from the bottom, that are PostNorm (rounded to whole blocks)."""
-    alpha: float | None = None
-    """deepnorm, keel: factor on the skip; None means the paper's (2L)^(1/4) and 2L."""
-    beta: float | None = None
-    """deepnorm, own init: gain of v, o and the FFN; None means (8L)^(-1/4)."""
-    first_block: Literal['paper', 'uniform'] = 'paper'
-    """keel: the paper's exceptions in the first block, or none."""
-    residual_scale: float = 1.0
-    """residual: factor s on what enters the second stream."""
-    residual_exit_scale: float = 1.0
-    """residual: factor on the first stream at the exit."""
-    siamese_input_norm: bool = False
-    """siamese: one more norm on the input of each sublayer."""
-    resid_gain: bool = False
-    """normformer: learned vector on the skip of the FFN."""
-    streams: int = 4
-    """hc, mhc: number n of residual streams."""
-    hc_tanh: bool = True
-    """hc: tanh on the dynamic part."""
-    sinkhorn_rounds: int = 20
-    """mhc: rounds of column and row normalisation."""
-    stream_exit: Literal['sum', 'learned'] = 'sum'
-    """mhc: how the streams become one before the final norm."""
-    norm_input_guard: bool = False
-    """Divide the input of every norm by max|x| / 8 over the whole tensor (CogView's fp16 guard; the batch is seen through eps)."""
-
-    init: Literal['common', 'own'] = 'common'
-    """common: one recipe for every topology. own: the topology's published recipe, which the three fields below do not change."""
-    init_std: float | None = None
-    """common: base std of every matrix; None means 1 / sqrt(fan_in)."""
-    embed_std: float | None = None
-    """common: std of the embedding; None means init_std where that is given, else 1, or 1 / sqrt(width) where it is tied to the head."""
-    scale_init: Literal['none', 'sqrt_L', 'sqrt_2L'] = 'sqrt_2L'
-    """common: divide the std of every matrix that writes to the residual stream by sqrt(L) or sqrt(2L)."""
-
-    dropout: float = 0.0
-    """Dropout on the output of each branch and on the embedding, in training only."""
-    dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
-    """Dtype of the matrix products. Parameters, norm statistics, softmax and logits stay float32. float64 (tests) needs jax_enable_x64."""
-    residual_dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
-    """Dtype of the residual stream between blocks. Sums are float32 whatever this says, but bfloat16 rounds what leaves a block: a branch
-    below 1/256 of its skip (keel and deepnorm at depth) is then partly lost."""
-    remat: Literal['none', 'full', 'dots'] = 'none'
-    """Rematerialisation of a block: keep everything, only its input, or the results of its matrix products."""
-    scan_unroll: int = 1
-    """Blocks per step of the scan over layers; 0 unrolls all of them. Parameters and numbers do not depend on it."""
-
-    def __post_init__(self):
-        check_types(self)
-        object.__setattr__(self, 'topology', topologies.canonical(self.topology))
-        for name in ('layers', 'width', 'heads', 'vocab', 'streams', 'sinkhorn_rounds'):
-            positive(self, name)
-        for name in ('kv_heads', 'head_dim', 'ffn'):
-            if getattr(self, name) is not None:
-                positive(self, name)
-        if self.head_dim is None and self.width % self.heads:
-            raise UserError(
-                f'model.heads = {self.heads} does not divide model.width = {self.width}; set model.head_dim or change one of them'
-            )
-        if self.heads % self.resolved_kv_heads:
-            raise UserError(f'model.kv_heads = {self.resolved_kv_heads} does not divide model.heads = {self.heads}')
-        if self.positions != 'none' and self.resolved_head_dim % 2:
-            raise UserError(f'RoPE needs an even head dimension, got {self.resolved_head_dim}; set model.head_dim or model.positions none')
-        check_range(self, ('post_fraction', 'dropout'), 0, 1)
-        check_range(self, ('norm_eps', 'final_norm_eps', 'scan_unroll', 'init_std', 'embed_std'), 0)
-        check_range(self, ('rope_theta', 'attn_soft_cap', 'logit_soft_cap'), 0, open_low=True)
-        # A field that changes nothing here would split identical runs, or hide a mistake: say so instead of ignoring it.
-        own = topologies.TOPOLOGIES[self.topology].options
-        for f in dataclasses.fields(self):
-            if f.name in topologies.OPTIONS and f.name not in own and getattr(self, f.name) != f.default:
-                readers = [n for n, t in topologies.TOPOLOGIES.items() if f.name in t.options]
-                raise UserError(f'model.{f.name} has no effect on topology {self.topology!r}; it is read by {", ".join(readers)}')
-
-        idle = {
-            "init = 'own'": ('init_std', 'embed_std', 'scale_init') if self.init == 'own' else (),
-            "init = 'common'": ('beta',) if self.init == 'common' else (),
-            "branch_gain = 'none'": ('branch_gain_init',) if self.branch_gain == 'none' else (),
-        }
-        for why, names in idle.items():
-            for f in dataclasses.fields(self):
-                if f.name in names and getattr(self, f.name) != f.default:
-                    raise UserError(f'model.{f.name} has no effect with model.{why}; leave it out or change the other')
-
-    @property
-    def resolved_kv_heads(self) -> int:
-        return self.kv_heads or self.heads
-
-    @property
-    def resolved_head_dim(self) -> int:
-        return self.head_dim or self.width // self.heads
-
-    @property
-    def resolved_ffn(self) -> int:
-        if self.ffn is not None:
-            return self.ffn
-        return -(-self.width * (8 if self.gated else 12) // 3 // 8) * 8
-
-    @property
-    def gated(self) -> bool:
-        return self.activation in GATED
 
 
 @dataclass(frozen=True)
@@ -237,6 +66,14 @@ class OptimConfig:
     """Micro-batches per optimizer step; the gradient is that of the whole batch."""
     z_loss: float = 0.0
     """Weight of the mean squared log-partition of the logits."""
+    balance_loss: float = 1e-4
+    """Experts: weight of sum_e f_e P_e, f_e = E / K times the share of the tokens that chose e, P_e = its mean score (1 in balance)."""
+    router_z_loss: float = 0.0
+    """Experts: weight of the mean squared log-partition of the router's logits."""
+    router_bias_rate: float = 1e-3
+    """Experts: what a step adds to the selection bias of an underloaded expert, and takes from that of an overloaded one."""
+    router_bias_until: float = 1.0
+    """Experts: share of the steps after which the selection biases stay."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at a time; None chooses by the size of the logits, 0 never chunks."""
     muon_lr: float | None = None
@@ -246,7 +83,8 @@ class OptimConfig:
         check_types(self)
         positive(self, 'accumulate')
         check_range(self, ('warmup_steps', 'weight_decay', 'clip', 'z_loss', 'eps', 'lr_peak', 'loss_chunk', 'muon_lr'), 0)
-        check_range(self, ('lr_final', 'decay_fraction'), 0, 1)
+        check_range(self, ('balance_loss', 'router_z_loss', 'router_bias_rate'), 0)
+        check_range(self, ('lr_final', 'decay_fraction', 'router_bias_until'), 0, 1)
         check_range(self, ('beta1', 'beta2'), 0, 1, open_high=True)
         for role in self.decay_roles:
             if role not in ROLES:

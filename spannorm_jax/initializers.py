@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spannorm_jax.config import ModelConfig
+from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.topology import TOPOLOGIES, Recipe
 
 CUT = 3.0  # normals are truncated at this many std, and widened so that the std is the intended one

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spannorm_jax.config import ModelConfig
 from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import Init, make, matrix_init
+from spannorm_jax.model_config import ModelConfig
+from spannorm_jax.sharding import constrain
 
 MASKED = -1e30  # finite, so that a row of masked scores gives a uniform softmax and no NaN
 
@@ -21,7 +22,7 @@ MASKED = -1e30  # finite, so that a row of masked scores gives a uniform softmax
 class Context(NamedTuple):
     """What every block sees besides the stream; computed once, outside the scan over layers."""
 
-    mask_BTS: Array  # bool (B or 1, T, S): may position t look at position s?
+    segments_BT: Array | None  # positions of different segments do not see each other; 0 is padding; None: one segment
     rope_BTh: tuple[Array, Array] | None  # cos and sin
     dropout_key: Array | None = None  # None: no dropout
 
@@ -37,16 +38,18 @@ def context(
     cfg: ModelConfig,
     positions_BT: Int[Array, 'B T'],
     segments_BT: Int[Array, 'B T'] | None = None,
-    causal: bool = True,
     dropout_key: Array | None = None,
 ) -> Context:
-    """Mask and rotary angles for packed rows. Positions of different segments never see each other; segment 0 is padding."""
-    t = jnp.arange(positions_BT.shape[1])
-    mask_BTS = (t[:, None] >= t[None, :])[None] if causal else jnp.ones((1, len(t), len(t)), bool)
-    if segments_BT is not None:
-        mask_BTS &= segments_BT[:, :, None] == segments_BT[:, None, :]
-    rope = None if cfg.positions == 'none' else rope_angles(positions_BT, cfg.resolved_head_dim, cfg.rope_theta)
-    return Context(mask_BTS, rope, dropout_key)
+    """Segments and rotary angles of packed rows."""
+    rope = None if cfg.positions == 'none' else rope_angles(positions_BT, cfg.rotated_dim, cfg.rope_theta)
+    return Context(segments_BT, rope, dropout_key)
+
+
+def may_see(T: int, segments_BT: Int[Array, 'B T'] | None, causal: bool) -> Bool[Array, '#B T S']:
+    """Whether position t may look at position s: not at later ones (causal), nor at those of another segment."""
+    t = jnp.arange(T)
+    mask_BTS = (t[:, None] >= t[None, :])[None] if causal else jnp.ones((1, T, T), bool)
+    return mask_BTS if segments_BT is None else mask_BTS & (segments_BT[:, :, None] == segments_BT[:, None, :])
 
 
 def rope_angles(positions_BT: Int[Array, 'B T'], head_dim: int, theta: float) -> tuple[Array, Array]:
@@ -57,13 +60,14 @@ def rope_angles(positions_BT: Int[Array, 'B T'], head_dim: int, theta: float) ->
 
 
 def rope(x_BTNH: Float[Array, 'B T N H'], cos_BTh: Array, sin_BTh: Array, interleaved: bool) -> Float[Array, 'B T N H']:
-    """Rotate the pairs (i, i + H/2), or (2i, 2i + 1) when interleaved, by their angle."""
-    x = x_BTNH.astype(cos_BTh.dtype)
+    """Rotate the last 2h of H dimensions: the pairs (i, i + h), or (2i, 2i + 1) when interleaved, by their angle."""
+    still, x = jnp.split(x_BTNH, [x_BTNH.shape[-1] - 2 * cos_BTh.shape[-1]], axis=-1)
+    x = x.astype(cos_BTh.dtype)
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
     cos, sin = cos_BTh[:, :, None], sin_BTh[:, :, None]
     pair = a * cos - b * sin, b * cos + a * sin
     out = jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
-    return out.astype(x_BTNH.dtype)
+    return jnp.concatenate([still, out.astype(x_BTNH.dtype)], axis=-1)
 
 
 class Norm(nn.Module):
@@ -83,13 +87,23 @@ class Norm(nn.Module):
         if cfg.norm_input_guard:
             largest = jax.lax.stop_gradient(jnp.abs(x).max())
             x /= jnp.where(largest > 0, largest / 8, 1)
-        if cfg.norm == 'layernorm':
-            x -= x.mean(-1, keepdims=True)
-        x *= jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+        x = standardize(x, cfg.norm, eps)
         one = Init(const=0.0 if cfg.norm_unit_offset else 1.0)
         gain_D = make(self, 'gain', x.shape[-1:], ('norm',), 'gain', one)
         x *= gain_D + 1 if cfg.norm_unit_offset else gain_D
         return x + make(self, 'bias', x.shape[-1:], ('norm',), 'bias', Init()) if cfg.norm_bias else x
+
+
+def standardize(x: Array, kind: str, eps: float, split: str | None = None) -> Array:
+    """A norm without its gain. `split`: the mesh axis that holds the parts of the last axis, under shard_map."""
+
+    def mean(z):
+        z = z.mean(-1, keepdims=True)
+        return z if split is None else jax.lax.pmean(z, split)
+
+    if kind == 'layernorm':
+        x -= mean(x)
+    return x * jax.lax.rsqrt(mean(jnp.square(x)) + eps)
 
 
 def attend(
@@ -121,37 +135,45 @@ class Attention(nn.Module):
     """
 
     cfg: ModelConfig
+    causal: bool = True
 
     @nn.compact
     def __call__(self, x_BTD: Float[Array, 'B T D'], ctx: Context, norms: str = '', stats: bool = False):
-        cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
-        D, N, K, H = x_BTD.shape[-1], cfg.heads, cfg.resolved_kv_heads, cfg.resolved_head_dim
-        x_BTD = x_BTD.astype(dtype)
-
-        def project(name, heads, axis):
-            w = make(self, name, (D, heads, H), ('width', axis, 'head_dim'), 'read', matrix_init(cfg, name, D, heads * H), D)
-            out = jnp.einsum('BTD,DNH->BTNH', x_BTD, w.astype(dtype))
-            return out + bias(f'{name}_bias', (heads, H), (axis, 'head_dim')).astype(dtype) if cfg.attn_bias else out
-
-        def bias(name, shape, axes):
-            return make(self, name, shape, axes, 'bias', Init())
-
-        q_BTNH, k_BTKH, v_BTKH = project('q', N, 'heads'), project('k', K, 'kv'), project('v', K, 'kv')
+        cfg, dtype, (_, T, D) = self.cfg, jnp.dtype(self.cfg.dtype), x_BTD.shape
+        q_BTNH, k_BSKH, v_BSKJ = self.project(x_BTD.astype(dtype))
         kind = 'head' if norms == 'qkv' and cfg.qk_norm == 'none' else cfg.qk_norm
-        q_BTNH, k_BTKH = self.head_norm('q', q_BTNH, kind), self.head_norm('k', k_BTKH, kind)
-        v_BTKH = self.head_norm('v', v_BTKH, 'head' if norms == 'qkv' or cfg.v_norm else 'none')
+        q_BTNH, k_BSKH = self.head_norm('q', q_BTNH, kind), self.head_norm('k', k_BSKH, kind)
+        v_BSKJ = self.head_norm('v', v_BSKJ, 'head' if norms == 'qkv' or cfg.v_norm else 'none')
         if ctx.rope_BTh is not None:
-            q_BTNH, k_BTKH = (rope(z, *ctx.rope_BTh, cfg.positions == 'rope_interleaved') for z in (q_BTNH, k_BTKH))
-        scale = H**-0.5 if cfg.attn_scale is None else cfg.attn_scale
-        o_BTNH, p_BKGTS = attend(q_BTNH, k_BTKH, v_BTKH, ctx.mask_BTS, scale, cfg.attn_soft_cap)
+            q_BTNH, k_BSKH = (rope(z, *ctx.rope_BTh, cfg.positions == 'rope_interleaved') for z in (q_BTNH, k_BSKH))
+        # Where rows are split along their positions, queries stay where they are and keys and values are gathered.
+        q_BTNH = constrain(q_BTNH, 'rows', 'positions', 'heads', None)
+        k_BSKH, v_BSKJ = (constrain(z, 'rows', None, 'kv', None) for z in (k_BSKH, v_BSKJ))
+        scale = cfg.resolved_head_dim**-0.5 if cfg.attn_scale is None else cfg.attn_scale
+        mask_BTS = may_see(T, ctx.segments_BT, self.causal)
+        o_BTNJ, p_BKGTS = attend(q_BTNH, k_BSKH, v_BSKJ, mask_BTS, scale, cfg.attn_soft_cap)
 
+        N, J = o_BTNJ.shape[2:]
         if norms == 'inner':
-            o_BTNH = Norm(cfg, name='norm_inner')(o_BTNH.reshape(*o_BTNH.shape[:2], N * H)).reshape(o_BTNH.shape)
-        w_NHD = make(self, 'o', (N, H, D), ('heads', 'head_dim', 'width'), 'write', matrix_init(cfg, 'o', N * H, D), N * H)
-        out_BTD = jnp.einsum('BTNH,NHD->BTD', o_BTNH.astype(dtype), w_NHD.astype(dtype), preferred_element_type=accumulator(cfg))
+            o_BTNJ = Norm(cfg, name='norm_inner')(o_BTNJ.reshape(*o_BTNJ.shape[:2], N * J)).reshape(o_BTNJ.shape)
+        w_NJD = make(self, 'o', (N, J, D), ('heads', 'head_dim', 'width'), 'write', matrix_init(cfg, 'o', N * J, D), N * J)
+        out_BTD = jnp.einsum('BTNJ,NJD->BTD', o_BTNJ.astype(dtype), w_NJD.astype(dtype), preferred_element_type=accumulator(cfg))
         if cfg.attn_bias:
-            out_BTD += bias('o_bias', (D,), ('width',))
-        return out_BTD, attention_stats(p_BKGTS, ctx.mask_BTS) if stats else {}
+            out_BTD += make(self, 'o_bias', (D,), ('width',), 'bias', Init())
+        return out_BTD, attention_stats(p_BKGTS, mask_BTS) if stats else {}
+
+    def project(self, x_BTD: Float[Array, 'B T D']) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B S K H'], Float[Array, 'B S K J']]:
+        """Queries, keys and values before their norms and RoPE."""
+        cfg, D, H = self.cfg, x_BTD.shape[-1], self.cfg.resolved_head_dim
+
+        def one(name, heads, axis):
+            w_DNH = make(self, name, (D, heads, H), ('width', axis, 'head_dim'), 'read', matrix_init(cfg, name, D, heads * H), D)
+            out_BTNH = jnp.einsum('BTD,DNH->BTNH', x_BTD, w_DNH.astype(x_BTD.dtype))
+            if not cfg.attn_bias:
+                return out_BTNH
+            return out_BTNH + make(self, f'{name}_bias', (heads, H), (axis, 'head_dim'), 'bias', Init()).astype(x_BTD.dtype)
+
+        return one('q', cfg.heads, 'heads'), one('k', cfg.resolved_kv_heads, 'kv'), one('v', cfg.resolved_kv_heads, 'kv')
 
     def head_norm(self, name, x_BTNH, kind):
         if kind == 'none':
@@ -182,15 +204,16 @@ ACTIVATIONS = {
 class Mlp(nn.Module):
     """Dense FFN, (B, T, D) -> (B, T, D): down(act(gate x) * up x) when gated, else down(act(up x)).  Source: arXiv:2002.05202.
 
-    `norms='inner'` norms the hidden activation before the down projection.
+    `norms='inner'` norms the hidden activation before the down projection. `ffn`: hidden width; None means the config's.
     """
 
     cfg: ModelConfig
+    ffn: int | None = None
 
     @nn.compact
     def __call__(self, x_BTD: Float[Array, 'B T D'], norms: str = ''):
         cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
-        D, F = x_BTD.shape[-1], cfg.resolved_ffn
+        D, F = x_BTD.shape[-1], self.ffn or cfg.resolved_ffn
         x_BTD = x_BTD.astype(dtype)
 
         def project(name):

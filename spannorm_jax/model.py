@@ -19,9 +19,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from spannorm_jax import topology
-from spannorm_jax.config import ModelConfig
+from spannorm_jax.embedding import look_up
 from spannorm_jax.initializers import Init, Param, draw, is_param, make, matrix_init
 from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, context, dropout
+from spannorm_jax.mla import LatentAttention
+from spannorm_jax.model_config import ModelConfig
+from spannorm_jax.moe import Moe
 from spannorm_jax.sharding import constrain
 
 REMAT = {'full': None, 'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
@@ -58,6 +61,7 @@ class Block(nn.Module):
 
     cfg: ModelConfig
     rule: Callable | None = None
+    moe: bool = False
     layer: int = 0
     causal: bool = True
     collect: str = ''
@@ -69,7 +73,8 @@ class Block(nn.Module):
             coef = {k: v[0] for k, v in coefficients(cfg, range(self.layer, self.layer + 1)).items()}
         if ctx is None:
             B, T = jax.tree.leaves(stream)[0].shape[:2]
-            ctx = context(cfg, jnp.broadcast_to(jnp.arange(T), (B, T)), causal=self.causal)
+            ctx = context(cfg, jnp.broadcast_to(jnp.arange(T), (B, T)))
+        rule, moe = (self.rule, self.moe) if self.rule is not None else block_rule(cfg, self.layer)
         key = None if ctx.dropout_key is None else jax.random.fold_in(ctx.dropout_key, coef['layer'])
         into, out, sums, stats = {}, {}, {}, {}  # what entered and left each site; (skip, branch) of explicit sums
 
@@ -96,28 +101,26 @@ class Block(nn.Module):
             sums[site] = skip, o * cfg.branch_scale
             return sum(sums[site])
 
-        attn_module, ffn_module = Attention(cfg, name='attn'), Mlp(cfg, name='ffn')
+        attn_module = (LatentAttention if cfg.attention == 'mla' else Attention)(cfg, self.causal, name='attn')
+        ffn_module = Moe(cfg, name='ffn') if moe else Mlp(cfg, name='ffn')
+        real_BT = None if ctx.segments_BT is None else ctx.segments_BT > 0
         attn = sublayer('attn', lambda x, norms: attn_module(x, ctx, norms, bool(self.collect)), 0)
-        ffn = sublayer('ffn', lambda x, norms: (ffn_module(x, norms), {}), 1)
+        ffn = sublayer('ffn', lambda x, norms: ffn_module(x, real_BT, norms) if moe else (ffn_module(x, norms), {}), 1)
         c = SimpleNamespace(cfg=cfg, param=param, add=add, **coef)
-        stream = jax.tree.map(lambda x: by_rows(x).astype(accumulator(cfg)), stream)
-        stream = (self.rule or block_rule(cfg, self.layer))(stream, attn, ffn, norm, c)
+        stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
+        stream = rule(stream, attn, ffn, norm, c)
+        router = {k: stats.pop(k) for k in ('router_logits', 'router_experts') if k in stats}
         if self.collect:
             stats |= block_stats(into, out, sums, stream)
-        stream = jax.tree.map(lambda x: by_rows(x.astype(cfg.residual_dtype)), stream)
+        stream = jax.tree.map(lambda x: constrain(x.astype(cfg.residual_dtype), 'rows', 'positions', *(None,) * (x.ndim - 2)), stream)
         if self.collect == 'tensors':
-            stats |= {'hidden': stream, 'after': {k: v for k, v in out.items() if k.startswith(('attn', 'ffn'))}}
+            stats |= {'hidden': stream, 'after': {k: v for k, v in out.items() if k.startswith(('attn', 'ffn'))} | router}
         return stream, stats
 
 
-def by_rows(x: Array) -> Array:
-    """An activation (B, T, ...) split over rows and positions alone, wherever a mesh is set."""
-    return constrain(x, 'rows', 'positions', *[None] * (x.ndim - 2))
-
-
-def block_rule(cfg: ModelConfig, layer: int) -> Callable:
-    """The block function of layer `layer`, counted from 0."""
-    return [rule for rule, n in topology.runs(cfg) for _ in range(n)][layer]
+def block_rule(cfg: ModelConfig, layer: int) -> tuple[Callable, bool]:
+    """The block function of layer `layer`, counted from 0, and whether its FFN is a mixture of experts."""
+    return [(rule, moe) for rule, moe, n in topology.runs(cfg) for _ in range(n)][layer]
 
 
 def block_stats(into: dict[str, Array], out: dict[str, Array], sums: dict[str, tuple], stream: Any) -> dict[str, Array]:
@@ -155,7 +158,7 @@ class Stack(nn.Module):
     def __call__(self, x_BTD: Float[Array, 'B T D'], ctx: Context | None = None) -> tuple[Float[Array, 'B T D'], dict[str, Any]]:
         cfg, entry = self.cfg, topology.TOPOLOGIES[self.cfg.topology]
         if ctx is None:
-            ctx = context(cfg, jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2]), causal=self.causal)
+            ctx = context(cfg, jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2]))
 
         def param(name, shape, role, std=0.0, const=0.0):
             return make(self, name, shape, (None,) * len(shape), role, Init(std, const))
@@ -165,7 +168,7 @@ class Stack(nn.Module):
         stream = jax.tree.map(lambda x: x.astype(cfg.residual_dtype), stream)
         block = Block if cfg.remat == 'none' else nn.remat(Block, prevent_cse=cfg.scan_unroll != 1, policy=REMAT[cfg.remat])
         lo, stats = 0, []
-        for i, (rule, n) in enumerate(topology.runs(cfg)):
+        for i, (rule, moe, n) in enumerate(topology.runs(cfg)):
             scanned = nn.scan(
                 block,
                 variable_axes={'params': 0},
@@ -175,21 +178,20 @@ class Stack(nn.Module):
                 unroll=min(cfg.scan_unroll, n) or n,
                 metadata_params={nn.PARTITION_NAME: 'layers'},
             )
-            stream, s = scanned(cfg, rule, causal=self.causal, collect=self.collect, name=f'blocks_{i}')(
+            stream, s = scanned(cfg, rule, moe, causal=self.causal, collect=self.collect, name=f'blocks_{i}')(
                 stream, coefficients(cfg, range(lo, lo + n)), ctx
             )
             lo, stats = lo + n, [*stats, s]
         stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
-        return entry.leave(stream, norm, c), join(stats)
+        return entry.leave(stream, norm, c), join(stats, [n for *_, n in topology.runs(cfg)])
 
 
-def join(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Statistics of consecutive runs as arrays over all L layers; what only some runs have is filled with NaN."""
+def join(runs: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]:
+    """Statistics of consecutive runs of so many blocks as arrays over all L layers; what only some runs have is filled with NaN."""
     shapes = {k: v for run in runs for k, v in run.items()}
-    n = [len(jax.tree.leaves(run)[0]) if run else 0 for run in runs]
 
     def column(key):
-        fill = [jax.tree.map(lambda x, n=n_i: jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype), shapes[key]) for n_i in n]
+        fill = [jax.tree.map(lambda x, n=n: jnp.full((n, *x.shape[1:]), jnp.nan, x.dtype), shapes[key]) for n in counts]
         parts = [run.get(key, f) for run, f in zip(runs, fill, strict=True)]
         return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
@@ -207,7 +209,7 @@ class Transformer(nn.Module):
         cfg = self.cfg
         V, D = cfg.vocab, cfg.width
         w_VD = make(self, 'embed', (V, D), ('vocab', 'width'), 'embed', matrix_init(cfg, 'embed', V, D), 1)
-        x_BTD = constrain(w_VD[tokens_BT], 'rows', 'positions', None) * cfg.embed_scale
+        x_BTD = look_up(w_VD, tokens_BT) * cfg.embed_scale
         if dropout_key is not None:
             x_BTD = dropout(x_BTD, cfg.dropout, jax.random.fold_in(dropout_key, cfg.layers))
         if positions_BT is None:
@@ -279,7 +281,7 @@ def infos(cfg: ModelConfig) -> dict[str, Any]:
 
 def each_param(cfg: ModelConfig, tree: Any) -> list[tuple[str, range | None, Any]]:
     """(name, layers, leaf) of a parameter tree, in its order; `layers` is the range a stacked leaf covers, or None."""
-    counts = [n for _, n in topology.runs(cfg)]
+    counts = [n for *_, n in topology.runs(cfg)]
     leaves = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_param)[0]:
         keys = [k.key for k in path if k.key != 'stack']
@@ -345,11 +347,16 @@ def count_params(cfg: ModelConfig) -> int:
 
 def flops_per_token(cfg: ModelConfig, seq: int) -> float:
     """Training FLOPs per token: 6 per weight of every matrix product (the embedding is a look-up) and 12 L N H for each
-    position seen, (seq + 1) / 2 of them on average under the causal mask."""
+    position seen, (seq + 1) / 2 of them on average under the causal mask; H is the mean of the dimensions of keys and values.
+
+    Of E experts the K that a token chooses count.
+    """
     matrices = ('read', 'write', 'head', 'mix', 'router')
-    matmul = sum(math.prod(p.value.shape) for _, _, p in each_param(cfg, infos(cfg)) if p.role in matrices)
-    matmul += cfg.vocab * cfg.width if cfg.tie_embeddings else 0
-    return 6.0 * matmul + 12.0 * cfg.layers * cfg.heads * cfg.resolved_head_dim * (seq + 1) / 2
+    matmul = float(cfg.vocab * cfg.width if cfg.tie_embeddings else 0)
+    for _, _, p in each_param(cfg, infos(cfg)):
+        if p.role in matrices:
+            matmul += math.prod(p.value.shape) * (cfg.experts_per_token / cfg.experts if 'experts' in p.axes else 1)
+    return 6.0 * matmul + 6.0 * cfg.layers * cfg.heads * (cfg.resolved_head_dim + cfg.value_dim) * (seq + 1) / 2
 
 
 def param_roles(cfg: ModelConfig) -> Any:

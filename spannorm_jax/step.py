@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from spannorm_jax.config import Config, ModelConfig
+from spannorm_jax.config import Config, ModelConfig, OptimConfig
 from spannorm_jax.initializers import is_param
 from spannorm_jax.loss import loss_sums
 from spannorm_jax.model import LM, each_param, unstack
-from spannorm_jax.optim import schedule, trainable
+from spannorm_jax.optim import FROZEN, schedule, trainable
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -60,7 +60,7 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
     The gradient is that of (sum of nats + z_loss * sum of lse^2) / tokens + aux, both sums over all tokens of the global batch, whatever
     optim.accumulate and the mesh are. Where the loss, the gradient norm or the update norm is not finite, nothing is applied.
     metrics: loss, z_loss, aux_loss, grad_norm, update_norm, lr, tokens, bad (index into `leaf_names` of the first non-finite gradient,
-    -1 for none), applied; with `stats` also layer/*, each (L,).
+    -1 for none), applied; with experts moe/*, with `stats` layer/*, each (L,).
     """
     opt, seed, model = cfg.optim, cfg.run.seed, cfg.model
     sticky = cfg.run.nonfinite != 'skip'
@@ -69,10 +69,11 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
     def objective(params, micro, key, count):
         x_BTD, extras = lm.features(params, micro['tokens'], micro['segments'], micro['positions'], dropout_key=key, stats=stats)
         s = loss_sums(lambda x: lm.logits(params, x), x_BTD, micro['targets'], micro['segments'], opt.loss_chunk)
-        # A router's loss is already a mean over the tokens of its micro-batch.
-        aux = jnp.sum(extras.pop('aux_loss', jnp.zeros(()))) * s.tokens / count
+        counts = extras.pop('moe/count', jnp.zeros(()))
+        extras = jax.tree.map(lambda v: v * s.tokens / count, extras)  # means over the tokens of the micro-batch
+        aux = opt.balance_loss * jnp.nansum(extras.get('moe/balance', 0)) + opt.router_z_loss * jnp.nansum(extras.get('moe/z', 0))
         parts = {'loss': s.nats / count, 'z_loss': opt.z_loss * s.z / count, 'aux_loss': aux}
-        return sum(parts.values()), (parts, jax.tree.map(lambda v: v * s.tokens / count, extras))
+        return sum(parts.values()), (parts, extras, counts)
 
     def gradient(params, batch, key, count):
         grad = jax.grad(objective, has_aux=True)
@@ -93,7 +94,7 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
         chex.assert_equal_shape(list(batch.values()))
         tokens = (batch['segments'] > 0).sum()
         count = jnp.maximum(tokens, 1).astype(jnp.float32)
-        grads, (parts, extras) = gradient(state.params, batch, dropout_key(seed, state.step), count)
+        grads, (parts, extras, counts) = gradient(state.params, batch, dropout_key(seed, state.step), count)
         grads = trainable(grads, infos)
         squares = leaf_squares(model, grads)
         grad_norm = jnp.sqrt(squares.sum())
@@ -103,9 +104,12 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
         finite = jnp.isfinite(parts['loss']) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
         applied = finite & ~state.stopped
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)  # noqa: E731
+        params = optax.apply_updates(state.params, updates)
+        if model.experts:
+            params = balance(model, infos, params, counts, router_bias_rate(opt, cfg.run.steps, state.step))
         new = TrainState(
             state.step + (applied | (not sticky)),
-            keep(optax.apply_updates(state.params, updates), state.params),
+            keep(params, state.params),
             keep(opt_state, state.opt_state),
             state.stopped | (~finite & sticky),
         )
@@ -120,12 +124,42 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
             'bad': jnp.where(nonfinite.any(), jnp.asarray(backward)[nonfinite.argmax()], -1),
             'applied': applied,
         }
+        metrics |= {k: v for k, v in extras.items() if k.startswith('moe/')}
+        if model.experts:
+            metrics |= load_metrics(model, infos, counts, new.params)
         if stats:
-            metrics |= {f'layer/{k}': v for k, v in extras.items()}
+            metrics |= {f'layer/{k}': v for k, v in extras.items() if not k.startswith('moe/')}
             metrics |= layer_ratios(model, infos, grads, updates, state.params)
         return new, metrics
 
     return step
+
+
+def router_bias_rate(opt: OptimConfig, steps: int, step: Any) -> jax.Array:
+    return jnp.where(step < opt.router_bias_until * steps, opt.router_bias_rate, 0.0)
+
+
+def balance(model: ModelConfig, infos: Any, params: Any, count_LE: jax.Array, rate: jax.Array) -> Any:
+    """Selection biases after a step: + rate for an expert with less than the mean load of its layer, - rate for one with more.
+
+    Source: arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+    lower_LE = jnp.sign(count_LE.mean(-1, keepdims=True) - count_LE)
+    moved = [
+        w + rate * lower_LE[layers.start : layers.stop] if info.role == FROZEN else w
+        for (_, layers, info), (_, _, w) in zip(each_param(model, infos), each_param(model, params), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(params), moved)
+
+
+def load_metrics(model: ModelConfig, infos: Any, count_LE: jax.Array, params: Any) -> Metrics:
+    """moe/load: share of all choices, (L, E); moe/max_over_mean and moe/bias_norm, (L,). Null for a dense block."""
+    load_LE = count_LE / count_LE.sum(-1, keepdims=True)
+    norm_L = jnp.full(model.layers, jnp.nan)
+    for (_, layers, info), (_, _, w) in zip(each_param(model, infos), each_param(model, params), strict=True):
+        if info.role == FROZEN:
+            norm_L = norm_L.at[layers.start : layers.stop].set(jnp.linalg.norm(w, axis=-1))
+    return {'moe/load': load_LE, 'moe/max_over_mean': load_LE.max(-1) * model.experts, 'moe/bias_norm': norm_L}
 
 
 def leaf_names(model: ModelConfig, infos: Any) -> list[str]:

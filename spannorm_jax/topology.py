@@ -371,8 +371,12 @@ def canonical(name: str) -> str:
     raise UserError(f'unknown topology {name!r}; {nearest(key, TOPOLOGIES)}')
 
 
-def runs(cfg: Any) -> list[tuple[Callable, int]]:
-    """The blocks of a model as runs of (block function, count) from bottom to top, empty runs dropped."""
+def runs(cfg: Any) -> list[tuple[Callable, bool, int]]:
+    """The blocks of a model as runs of (block function, whether the FFN is a mixture of experts, count), bottom to top, none empty."""
     entry = TOPOLOGIES[cfg.topology]
-    plan = entry.plan(cfg) if entry.plan else [(entry.block, cfg.layers)]
-    return [(block, n) for block, n in plan if n]
+    found, lo = [], 0
+    for block, n in entry.plan(cfg) if entry.plan else [(entry.block, cfg.layers)]:
+        dense = min(max(cfg.first_dense - lo, 0), n) if cfg.experts else n
+        found += [(block, False, dense), (block, True, n - dense)]
+        lo += n
+    return [run for run in found if run[-1]]

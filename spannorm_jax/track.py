@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -124,6 +124,15 @@ def plain(value: Any) -> Any:
     return number if not isinstance(number, float) or math.isfinite(number) else None
 
 
+def scalars(key: str, value: Any) -> Iterator[tuple[str, float]]:
+    """The numbers in a value, each with its place in the name: x, x/3, x/3/7."""
+    if isinstance(value, list):
+        for i, v in enumerate(value):
+            yield from scalars(f'{key}/{i}', v)
+    elif value is not None:
+        yield key, value
+
+
 class TensorBoard:
     """Scalars as they are; lists of length L as one scalar per layer."""
 
@@ -136,12 +145,9 @@ class TensorBoard:
 
     def write(self, row: Row) -> None:
         for key, value in row.items():
-            if isinstance(value, list):
-                for l, v in enumerate(value):
-                    if v is not None:
-                        self.writer.add_scalar(f'{key}/{l}', v, row['step'])
-            elif value is not None and key != 'step':
-                self.writer.add_scalar(key, value, row['step'])
+            if key != 'step':
+                for name, scalar in scalars(key, value):
+                    self.writer.add_scalar(name, scalar, row['step'])
 
     def close(self) -> None:
         self.writer.close()

@@ -15,11 +15,9 @@ from spannorm_jax.layers import Norm
 
 # Prose and bookkeeping in config.json; every other key has to be read by somebody.
 PROSE = {
-    'attention', 'batch', 'env', 'fp32_vs_fp64_logits_max_abs_diff', 'logits_abs_max', 'loss_value', 'name', 'norm_names', 'note',
-    'qk_norm', 'seed', 'seq_len', 'source', 'stream_axes', 'topology', 'versions', 'wiring',
+    'batch', 'env', 'fp32_vs_fp64_logits_max_abs_diff', 'logits_abs_max', 'loss_value', 'name', 'norm_names', 'note',
+    'qk_norm', 'routing_margin', 'seed', 'seq_len', 'source', 'stream_axes', 'topology', 'versions', 'wiring',
 }  # fmt: skip
-# Goldens of sublayers that the model does not have yet: left out of the run, and test_golden.py says when the list is out of date.
-WAITING = {'hf_deepseek_v3', 'hf_deepseek_v3_noqlora', 'ref_spannorm_mla_moe'}
 
 
 class Facts(dict):
@@ -56,10 +54,10 @@ class Map(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a canonical parameter comes from: a golden weight and its rows."""
+    """Where a canonical parameter comes from: one golden weight and its rows, or one weight per expert."""
 
-    weight: str
-    rows: slice
+    weights: tuple[str, ...]
+    rows: Any = slice(None)
 
 
 def places(golden: Map, cfg_rows: dict[str, int], facts: Facts, weights: dict[str, Any]) -> dict[str, Place]:
@@ -70,7 +68,7 @@ def places(golden: Map, cfg_rows: dict[str, int], facts: Facts, weights: dict[st
         vector = 'norm_' in name.rsplit('.', 1)[-1]
         for suffix, role in (('.weight', '.gain' if vector else ''), ('.bias', '.bias' if vector else '_bias'), ('', '')):
             if stem + module + suffix in weights:
-                found[name + role] = Place(stem + module + suffix, rows)
+                found[name + role] = Place((stem + module + suffix,), rows)
 
     for name, module in golden.model.items():
         look(name, module, '')
@@ -83,34 +81,75 @@ def places(golden: Map, cfg_rows: dict[str, int], facts: Facts, weights: dict[st
             for part in parts:
                 look(f'layers.{l}.{part}', module, stem, slice(start, start + cfg_rows[part]))
                 start += cfg_rows[part]
+        if facts.get('n_routed_experts'):
+            latent_and_routed(found, facts, f'layers.{l}.', stem, l < facts['first_k_dense'])
     return found
+
+
+def latent_and_routed(found: dict[str, Place], facts: Facts, name: str, stem: str, dense: bool) -> None:
+    """The weights of MLA, whose rows are fused head by head, and of the experts, which are stored one by one."""
+    attn, N = f'{stem}self_attn.', facts['n_heads']
+    C, nope, J = (facts[k] for k in ('kv_lora_rank', 'qk_nope_head_dim', 'v_head_dim'))
+    head = np.arange(N)[:, None] * (nope + J)
+    compressed = facts['q_lora_rank'] is not None
+    found |= {
+        f'{name}attn.q': Place((attn + ('q_b_proj.weight' if compressed else 'q_proj.weight'),)),
+        f'{name}attn.kv_a': Place((f'{attn}kv_a_proj_with_mqa.weight',), slice(0, C)),
+        f'{name}attn.k_rope': Place((f'{attn}kv_a_proj_with_mqa.weight',), slice(C, C + facts['qk_rope_head_dim'])),
+        f'{name}attn.norm_kv_a.gain': Place((f'{attn}kv_a_layernorm.weight',)),
+        f'{name}attn.k': Place((f'{attn}kv_b_proj.weight',), (head + np.arange(nope)).ravel()),
+        f'{name}attn.v': Place((f'{attn}kv_b_proj.weight',), (head + nope + np.arange(J)).ravel()),
+    }
+    if compressed:
+        found |= {
+            f'{name}attn.q_a': Place((f'{attn}q_a_proj.weight',)),
+            f'{name}attn.norm_q_a.gain': Place((f'{attn}q_a_layernorm.weight',)),
+        }
+    if not dense:
+        mlp = f'{stem}mlp.'
+        found |= {
+            f'{name}ffn.router': Place((f'{mlp}gate.weight',)),
+            f'{name}ffn.router_bias': Place((f'{mlp}gate.e_score_correction_bias',)),
+        }
+        for k in ('gate', 'up', 'down'):
+            found[f'{name}ffn.{k}'] = Place(tuple(f'{mlp}experts.{e}.{k}_proj.weight' for e in range(facts['n_routed_experts'])))
+            if facts['n_shared_experts']:
+                found[f'{name}ffn.shared.{k}'] = Place((f'{mlp}shared_experts.{k}_proj.weight',))
 
 
 def canonical(cfg: ModelConfig, where: dict[str, Place], weights: dict[str, Any]) -> dict[str, Any]:
     """Parameters by canonical name from weights by golden name. Moves entries and does not change them."""
-    return {name: shaped(cfg, name.rsplit('.', 1)[-1], weights[place.weight][place.rows]) for name, place in where.items()}
+
+    def one(name, place):
+        parts = [shaped(cfg, name, weights[w][place.rows]) for w in place.weights]
+        return parts[0] if len(parts) == 1 else np.stack(parts)
+
+    return {name: one(name, place) for name, place in where.items()}
 
 
 def back(cfg: ModelConfig, where: dict[str, Place], weights: dict[str, Any], grads: dict[str, Any]) -> dict[str, Any]:
     """Gradients by golden name from gradients by canonical name: `canonical` of the positions of a weight says where each entry went."""
-    source = canonical(cfg, where, {k: np.arange(w.size).reshape(w.shape) for k, w in weights.items()})
-    out = {k: np.full(w.shape, np.nan, np.float32) for k, w in weights.items()}
-    for name, place in where.items():
-        out[place.weight].flat[source[name]] = grads[name]
-    return out
+    starts = dict(zip(weights, np.cumsum([0, *(w.size for w in weights.values())]).tolist(), strict=False))
+    source = canonical(cfg, where, {k: starts[k] + np.arange(w.size).reshape(w.shape) for k, w in weights.items()})
+    flat = np.full(sum(w.size for w in weights.values()), np.nan, np.float32)
+    for name in where:
+        flat[source[name]] = grads[name]
+    return {k: flat[starts[k] : starts[k] + w.size].reshape(w.shape) for k, w in weights.items()}
 
 
 def shaped(cfg: ModelConfig, name: str, w: Any) -> Any:
+    last = name.rsplit('.', 1)[-1]
+    mla = cfg.attention == 'mla'
     heads = {'q': cfg.heads, 'k': cfg.resolved_kv_heads, 'v': cfg.resolved_kv_heads}
-    if name in heads:
-        return w.T.reshape(-1, heads[name], cfg.resolved_head_dim)
-    if name in ('q_bias', 'k_bias', 'v_bias'):
-        return w.reshape(heads[name[0]], cfg.resolved_head_dim)
-    if name == 'o':
-        return w.T.reshape(cfg.heads, cfg.resolved_head_dim, -1)
-    if name in ('attn_gain', 'ffn_gain'):
+    if last in heads:
+        return w.T.reshape(w.shape[1], heads[last], -1)
+    if last in ('q_bias', 'k_bias', 'v_bias'):
+        return w.reshape(heads[last[0]], cfg.resolved_head_dim)
+    if last == 'o':
+        return w.T.reshape(cfg.heads, cfg.value_dim, -1)
+    if last in ('attn_gain', 'ffn_gain'):
         return w.reshape(())
-    return w.T if name in ('head', 'gate', 'up', 'down') else w
+    return w.T if last in ('head', 'gate', 'up', 'down', 'router') or mla and last in ('q_a', 'kv_a', 'k_rope') else w
 
 
 def activation(text: str) -> str:
@@ -131,8 +170,9 @@ def read(golden: Map, config: dict[str, Any], weights: dict[str, Any]) -> tuple[
     """The ModelConfig of a golden, where each of its parameters comes from, and its facts."""
     facts = Facts(config, golden.defaults)
     N, D = facts['n_heads'], facts['d_model']
-    K, H = facts.get('n_kv_heads') or N, facts.get('head_dim') or D // N
-    rows = {'attn.q': N * H, 'attn.k': K * H, 'attn.v': K * H, 'ffn.up': facts['d_ff'], 'ffn.gate': facts['d_ff']}
+    mla, moe = facts.get('attention') == 'mla', facts.get('n_routed_experts', 0)
+    K, H = (None, None) if mla else (facts.get('n_kv_heads') or N, facts.get('head_dim') or D // N)
+    rows = {} if mla else {'attn.q': N * H, 'attn.k': K * H, 'attn.v': K * H, 'ffn.up': facts['d_ff'], 'ffn.gate': facts['d_ff']}
     where = places(golden, rows, facts, weights)
     has = {'final_norm': 'norm_final.gain' in where, 'embedding_norm': 'norm_embed.gain' in where, 'embed_norm': 'norm_embed.gain' in where}
     for key, there in has.items():
@@ -151,14 +191,32 @@ def read(golden: Map, config: dict[str, Any], weights: dict[str, Any]) -> tuple[
         norm_bias=any('norm_' in name and name.endswith('.bias') for name in where),
         final_norm_eps=facts.get('final_norm_eps'), final_norm=has['final_norm'], embed_norm=has['embed_norm'],
         positions=positions(facts), rope_theta=facts.get('rope_theta', 10_000.0), attn_scale=facts.get('attn_scale'),
-        qk_norm='none' if per_head else 'head' if weights[q_norm.weight].shape == (H,) else 'whole',
+        qk_norm='none' if per_head else 'head' if weights[q_norm.weights[0]].shape == (H,) else 'whole',
         branch_gain='scalar' if 'layers.0.attn_gain' in where else 'none', resid_gain='layers.0.resid_gain' in where,
         attn_bias='layers.0.attn.q_bias' in where, mlp_bias='layers.0.ffn.up_bias' in where,
         tie_embeddings=facts.get('tie_embeddings', 'head' not in where),
         embed_scale=facts.get('embed_scale', D**0.5 if golden.scaled else 1.0) * facts.get('embedding_multiplier', 1.0),
         logit_scale=facts.get('logits_multiplier', 1.0),
     )  # fmt: skip
+    cfg |= latent_fields(facts) if mla else {}
+    cfg |= expert_fields(facts) if moe else {}
     return ModelConfig(**cfg | golden.fields(facts)), where, facts
+
+
+def latent_fields(facts: Facts) -> dict[str, Any]:
+    return dict(
+        attention='mla', q_latent=facts['q_lora_rank'], kv_latent=facts['kv_lora_rank'], nope_dim=facts['qk_nope_head_dim'],
+        rope_dim=facts['qk_rope_head_dim'], v_dim=facts['v_head_dim'], latent_norm_eps=facts.get('mla_inner_norm_eps', 1e-6),
+    )  # fmt: skip
+
+
+def expert_fields(facts: Facts) -> dict[str, Any]:
+    return dict(
+        experts=facts['n_routed_experts'], experts_per_token=facts['top_k'], expert_ffn=facts['moe_d_ff'],
+        shared_experts=facts['n_shared_experts'] or 0, first_dense=facts['first_k_dense'], router=facts['score'],
+        router_bias=True, router_normalize=facts['norm_topk_prob'], router_scale=facts['routed_scaling_factor'],
+        expert_groups=facts['n_group'], groups_per_token=facts['topk_group'],
+    )  # fmt: skip
 
 
 def hidden0_scaled(golden: Map, facts: Facts) -> bool:
@@ -249,6 +307,9 @@ def own_alpha(facts):
 MAPS = {
     'hf_llama': hf('pre', LLAMA, norm_eps=1e-5),
     'hf_gemma2': hf('sandwich', GEMMA, scaled=True, norm='rms, gain = 1 + weight', ffn='geglu: gelu_tanh'),
+    'hf_deepseek_v3': hf('pre', LLAMA),
+    'hf_deepseek_v3_noqlora': hf('pre', LLAMA),
+    'ref_spannorm_mla_moe': ref('span', lambda facts: {'first_skip': 'normed' if facts.get('embed_norm_on_skip', False) else 'raw'}),
     'hf_olmo2': hf('reordered', BRANCHES, rope_theta=500_000.0),
     'hf_hyperclovax_periln': hf('peri', CLOVA, lambda facts: {'branch_scale': facts.get('residual_multiplier', 1.0)}, norm_eps=1e-5),
     'xt_keel': Map(

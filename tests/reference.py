@@ -29,6 +29,7 @@ class Oracle:
         cfg, (B, T) = self.cfg, tokens.shape
         self.T = T
         self.positions = np.broadcast_to(np.arange(T), (B, T)) if positions is None else np.asarray(positions)
+        self.real = np.ones((B, T), bool) if segments is None else np.asarray(segments) > 0
         segments = np.zeros((B, T), int) if segments is None else np.asarray(segments)
         self.may_see = np.array([[[s <= t and row[s] == row[t] for s in range(T)] for t in range(T)] for row in segments])
         E = self['embed'][tokens] * cfg.embed_scale
@@ -66,19 +67,35 @@ class Oracle:
     def attn(self, l, x, qkv=False, inner=False):
         """softmax(scale rot(q) rot(k)) v for one head after another, then the output projection."""
         cfg, xp, at = self.cfg, self.xp, f'layers.{l}.attn.'
-        K, H = cfg.kv_heads or cfg.heads, cfg.head_dim or cfg.width // cfg.heads
+        latent = cfg.attention == 'mla'
+        K, H = cfg.kv_heads or cfg.heads, cfg.nope_dim + cfg.rope_dim if latent else cfg.head_dim or cfg.width // cfg.heads
         kinds = {'q': cfg.qk_norm, 'k': cfg.qk_norm, 'v': 'head' if cfg.v_norm else 'none'}
         if qkv:  # every head of q, k and v, whatever else is asked for
             kinds = {k: 'head' if kind == 'none' else kind for k, kind in kinds.items()}
 
+        def latent_heads(name):
+            """DeepSeek-V2, section 2.1: everything but the turned part of the keys comes from two small vectors."""
+            if name == 'q':
+                small = x if cfg.q_latent is None else self.norm(at + 'norm_q_a', x @ self[at + 'q_a'], cfg.latent_norm_eps)
+            else:
+                small = self.norm(at + 'norm_kv_a', x @ self[at + 'kv_a'], cfg.latent_norm_eps)
+            z = [small @ self[at + name][:, h] for h in range(cfg.heads)]
+            return [xp.concatenate([head, x @ self[at + 'k_rope']], -1) for head in z] if name == 'k' else z
+
         def project(name, heads):
-            z = [x @ self[at + name][:, h] + (self[f'{at}{name}_bias'][h] if cfg.attn_bias else 0) for h in range(heads)]
+            if latent:
+                z = latent_heads(name)
+            else:
+                z = [x @ self[at + name][:, h] + (self[f'{at}{name}_bias'][h] if cfg.attn_bias else 0) for h in range(heads)]
             if kinds[name] == 'head':
                 z = [self.norm(f'{at}norm_{name}', head) for head in z]
             if kinds[name] == 'whole':
                 flat = self.norm(f'{at}norm_{name}', xp.concatenate(z, -1))
                 z = [flat[..., h * H : (h + 1) * H] for h in range(heads)]
-            return z if name == 'v' else [self.rotate(head, H) for head in z]
+            if name == 'v':
+                return z
+            still = cfg.nope_dim if latent else 0
+            return [xp.concatenate([head[..., :still], self.rotate(head[..., still:], H - still)], -1) for head in z]
 
         q, k, v = project('q', cfg.heads), project('k', K), project('v', K)
         scale = 1 / math.sqrt(H) if cfg.attn_scale is None else cfg.attn_scale
@@ -93,7 +110,8 @@ class Oracle:
         out = xp.concatenate(heads, -1)
         if inner:
             out = self.norm(at + 'norm_inner', out)
-        out = sum(out[..., h * H : (h + 1) * H] @ self[at + 'o'][h] for h in range(cfg.heads))
+        J = cfg.v_dim if latent else H
+        out = sum(out[..., h * J : (h + 1) * J] @ self[at + 'o'][h] for h in range(cfg.heads))
         out = out + self[at + 'o_bias'] if cfg.attn_bias else out
         return out
 
@@ -111,13 +129,77 @@ class Oracle:
         return xp.stack(out, -1)
 
     def ffn(self, l, x, inner=False):
-        cfg, at = self.cfg, f'layers.{l}.ffn.'
+        if self.cfg.experts and l >= self.cfg.first_dense:
+            return self.mixture(l, x, inner)
+        return self.mlp(f'layers.{l}.ffn.', x, inner)
+
+    def mlp(self, at, x, inner):
+        cfg = self.cfg
         linear = lambda name, z: z @ self[at + name] + (self[f'{at}{name}_bias'] if cfg.mlp_bias else 0)  # noqa: E731
         if cfg.activation in ('swiglu', 'geglu', 'geglu_tanh'):
             h = self.act(cfg.activation, linear('gate', x)) * linear('up', x)
         else:
             h = self.act(cfg.activation, linear('up', x))
         return linear('down', self.norm(at + 'norm_inner', h) if inner else h)
+
+    def mixture(self, l, x, inner):
+        """Token by token and choice by choice; the choices are made with NumPy, because they have no gradient."""
+        cfg, xp, at = self.cfg, self.xp, f'layers.{l}.ffn.'
+        E, K = cfg.experts, cfg.experts_per_token
+        logits = x @ self[at + 'router']
+        if cfg.router == 'sigmoid':
+            score = 1 / (1 + xp.exp(-logits))
+        else:
+            score = xp.exp(logits - logits.max(-1)[..., None])
+            score = score / score.sum(-1)[..., None]
+        biased = cfg.router == 'sigmoid' if cfg.router_bias is None else cfg.router_bias
+        normed = cfg.router == 'sigmoid' if cfg.router_normalize is None else cfg.router_normalize
+        chosen = self.choices(at, score, biased)
+        self.seen |= {f'router/{l}/logits': logits, f'router/{l}/topk_idx_sorted': chosen}
+        place = (chosen[..., None] == np.arange(E)).any(-2)  # B, T, E
+        weight = xp.where(place, score, 0)
+        if normed:
+            weight = weight / (weight.sum(-1)[..., None] + 1e-20)
+        weight = weight * cfg.router_scale
+        if cfg.capacity_factor is not None:
+            room = min(self.T, math.ceil(cfg.capacity_factor * self.T * K / E))
+            place = place & self.real[..., None]
+            weight = xp.where(place & (xp.cumsum(place, 1) <= room), weight, 0)
+        weight = xp.where(self.real[..., None], weight, 0)
+        out = 0
+        for e in range(E):
+            parts = {
+                k: self[at + k][e] for k in ('gate', 'up', 'down') if k != 'gate' or cfg.activation in ('swiglu', 'geglu', 'geglu_tanh')
+            }
+            h = self.act(cfg.activation, x @ parts.get('gate', parts['up']))
+            h = h * (x @ parts['up']) if 'gate' in parts else h
+            if inner:
+                h = h - h.mean(-1)[..., None] if cfg.norm == 'layernorm' else h
+                gain = self[at + 'norm_inner_gain'][e]
+                h = h / xp.sqrt((h**2).mean(-1)[..., None] + cfg.norm_eps) * (1 + gain if cfg.norm_unit_offset else gain)
+                h = h + self[at + 'norm_inner_bias'][e] if cfg.norm_bias else h
+            out = out + weight[..., e, None] * (h @ parts['down'])
+        return out + self.mlp(at + 'shared.', x, inner) if cfg.shared_experts else out
+
+    def choices(self, at, score, biased):
+        """Indices of the chosen experts, ascending, (B, T, K); of equals the first."""
+        cfg, E, G = self.cfg, self.cfg.experts, self.cfg.expert_groups
+        ranked = score + (self[at + 'router_bias'] if biased else 0)
+
+        def one(row):
+            group = [sorted(row[g * E // G : (g + 1) * E // G])[::-1] for g in range(G)]
+            worth = [sum(g[:2]) if biased else g[0] for g in group]
+            best = sorted(range(G), key=lambda g: (-worth[g], g))[: cfg.groups_per_token]
+            left = [e for e in range(E) if e * G // E in best]
+            return sorted(sorted(left, key=lambda e: (-row[e], e))[: cfg.experts_per_token])
+
+        every = lambda ranked: np.array([[one(row) for row in rows] for rows in np.asarray(ranked)], np.int32)  # noqa: E731
+        if self.xp is np:
+            return every(ranked)
+        import jax
+
+        shape = jax.ShapeDtypeStruct((*ranked.shape[:2], cfg.experts_per_token), np.int32)
+        return jax.pure_callback(every, shape, jax.lax.stop_gradient(ranked))
 
     def act(self, kind, x):
         xp = self.xp

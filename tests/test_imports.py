@@ -13,13 +13,13 @@ PACKAGE = ROOT / 'spannorm_jax'
 
 # A file imports only from above it; a folder counts as one file.
 ORDER = (
-    'errors fields chips topology config load initializers sharding layers streams mla moe model loss optim data step program '
-    'checkpoint track plot rundir host train diagnostics hlo plan search report bench sweep interop compare catalog audit doctor '
-    'score progress commands cli __main__ __init__ '
+    'errors fields chips topology model_config config load initializers sharding embedding layers streams dispatch mla moe model '
+    'loss optim data step program checkpoint track plot rundir host train diagnostics hlo plan search report bench sweep interop '
+    'compare catalog audit doctor score progress commands cli __main__ __init__ '
 ).split()
-CORE = 'errors fields topology config load initializers sharding layers streams mla moe model loss'.split()
+CORE = 'errors fields topology model_config config load initializers sharding embedding layers streams dispatch mla moe model loss'.split()
 CORE_LIBRARIES = {'jax', 'flax', 'jaxtyping', 'numpy'}
-LIGHT = 'errors fields chips topology config load cli commands __main__ __init__'.split()
+LIGHT = 'errors fields chips topology model_config config load cli commands __main__ __init__'.split()
 
 
 def modules():

@@ -14,6 +14,10 @@ TINY = dict(width=16, heads=4, kv_heads=2, ffn=24, vocab=29)
 SEGMENTS = np.array([[1] * 4 + [2] * 3 + [3] * 3, [1] * 8 + [0] * 2])
 POSITIONS = np.array([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [5, 6, 7, 9, 10, 11, 14, 15, 0, 1]])
 BUILT_IN = [name for name, entry in TOPOLOGIES.items() if entry.block.__module__ == topology.__name__]
+MLA = dict(attention='mla', q_latent=10, kv_latent=6, nope_dim=4, rope_dim=2, v_dim=5, kv_heads=None, latent_norm_eps=1e-2)
+MOE = dict(
+    experts=8, experts_per_token=3, expert_groups=4, groups_per_token=2, expert_ffn=12, shared_experts=1, first_dense=1, router_scale=2.5
+)
 OPTIONS = {
     'span-normed': dict(topology='span', first_skip='normed'),
     'span-no-embed-norm-final': dict(topology='span', embed_norm=False, final_norm=True, final_norm_eps=1e-2),
@@ -34,6 +38,16 @@ OPTIONS = {
     'olmo2': dict(topology='reordered', qk_norm='whole', head_dim=6, kv_heads=1, rope_theta=100.0, logit_scale=0.5),
     'qk-v-norm': dict(topology='peri', qk_norm='head', v_norm=True, embed_norm=False, kv_heads=None),
     'hybrid-whole-qk': dict(topology='hybrid', qk_norm='whole', norm_eps=1e-2),
+    'mla-direct-queries': dict(topology='span', **MLA | {'q_latent': None}, qk_norm='whole', v_norm=True, positions='none'),
+    'moe-softmax': dict(topology='pre', experts=6, experts_per_token=2, router='softmax', activation='gelu', norm='layernorm'),
+    'moe-softmax-normalized-bias': dict(topology='post', experts=4, experts_per_token=3, router='softmax', router_normalize=True,
+                                        router_bias=True, shared_experts=2, expert_ffn=7),
+    'moe-groups-without-bias': dict(topology='span', experts=8, experts_per_token=3, router='softmax', expert_groups=4, groups_per_token=2,
+                                    router_scale=1.7, activation='relu'),
+    'moe-one-expert-each': dict(topology='pre', experts=3, experts_per_token=1, router_normalize=False, first_dense=1, layers=3),
+    'moe-capacity': dict(topology='span', experts=4, experts_per_token=2, capacity_factor=0.6, shared_experts=1),
+    'moe-inner-layernorm': dict(topology='subln', experts=4, norm='layernorm', norm_bias=True, shared_experts=1),
+    'moe-inner-offset': dict(topology='normformer', experts=4, norm_unit_offset=True),
 }  # fmt: skip
 
 
@@ -47,6 +61,8 @@ def random_params(cfg, seed=0):
             return 0.25 * z + (0 if cfg.norm_unit_offset else 1)
         if info.role in ('gate', 'bias'):
             return 0.5 * z
+        if info.role == 'router_bias':
+            return 0.1 * z
         return z if info.role == 'embed' else z * (info.fan_in**-0.5 if info.fan_in > 1 else 0.3)
 
     return jax.tree.map(draw, infos(cfg), is_leaf=is_param)
@@ -65,11 +81,17 @@ def agree(cfg, seed=0):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize('layers', [1, 3])
+@pytest.mark.parametrize('layers', [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize('name', BUILT_IN)
 def test_topology(name, layers):
     assert name in reference.TOPOLOGIES, f'write the equations of {name!r} in tests/reference.py'
     agree(ModelConfig(topology=name, layers=layers, **TINY))
+
+
+@pytest.mark.parametrize('name', BUILT_IN)
+def test_topology_with_mla_and_moe(name):
+    """No topology knows what its sublayers are."""
+    agree(ModelConfig(topology=name, layers=2, **TINY | MLA | MOE))
 
 
 @pytest.mark.parametrize('name', OPTIONS)
