@@ -98,6 +98,26 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """Compile the train step of CONFIG ahead of time for chips that are not here: memory, FLOPs, collectives; exit 1 if too large.
+
+    Example: spannorm plan dense_5b --chips v5e:16x16
+    """
+
+    config: Annotated[str, Positional, tyro.conf.arg(metavar='CONFIG')]
+    """Name of a file in configs/, path of a .py file with get(), or a run's config.json."""
+    settings: Settings = field(default_factory=Config)
+    chips: str = ''
+    """v5e:16x16, v5p:4x4x4, v6e:16x16, 2xv5e:16x16 (two slices), h100:8x8 (8 hosts of 8 GPUs; also a100, h200, b200)."""
+    search: bool = False
+    """Find the mesh and the remat policy that fit with the lowest floor."""
+    compiles: int = 4
+    """--search: how many candidates to compile at most."""
+    json: bool = False
+    """Print the plan as JSON."""
+
+
+@dataclass(frozen=True)
 class Topologies:
     """The table of topologies: name, aliases, equation, source, norm sites, parameters of their own, options they read.
 
@@ -130,6 +150,7 @@ COMMANDS = {
     'prepare': Command(Prepare, commands.prepare),
     'eval': Command(Eval, commands.evaluate),
     'audit': Command(Audit, commands.audit, True),
+    'plan': Command(Plan, commands.plan, True),
     'topologies': Command(Topologies, commands.topologies),
     'doctor': Command(Doctor, commands.doctor),
 }

@@ -5,6 +5,7 @@ Whatever computes is imported where it is used: jax takes seconds to load, and `
 
 import json
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 from spannorm_jax.errors import CheckFailed, UserError
@@ -86,6 +87,33 @@ def audit(args: 'cli.Audit') -> int:
         print(f'{count:,} parameters in {len(rows)} arrays, {sum(r.bytes_per_device for r in rows):,} bytes per device')
     if bad := [row.name for row in rows if not row.ok]:
         raise CheckFailed(f'{len(bad)} of {len(rows)} parameters are not what their recipe intends: {", ".join(bad[:10])}')
+    return 0
+
+
+def plan(args: 'cli.Plan') -> int:
+    from spannorm_jax.chips import FORMS, parse_chips
+
+    if not args.chips:
+        raise UserError(f'plan: say for what with --chips; {FORMS}')
+    chips = parse_chips(args.chips)
+    if args.compiles < 1:
+        raise UserError(f'plan: --compiles {args.compiles} must be at least 1')
+
+    import jax
+
+    jax.config.update('jax_platforms', 'cpu')  # nothing runs here; what is here is not asked for
+    from spannorm_jax.plan import plan
+    from spannorm_jax.report import lines
+    from spannorm_jax.search import search
+
+    tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
+    made = search(args.settings, chips, args.compiles, tell) if args.search else plan(args.settings, chips)
+    if args.json:
+        print_json(made.to_json())
+    else:
+        print('\n'.join(lines(made)))
+    if not made.fits:
+        raise CheckFailed(f'{made.name} does not fit {made.chips}: {made.why}; more chips, another mesh or remat (--search) may')
     return 0
 
 

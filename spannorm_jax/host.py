@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spannorm_jax.chips import PEAK_FLOPS
 from spannorm_jax.config import Config
 from spannorm_jax.errors import UserError
 from spannorm_jax.model import flops_per_token
@@ -20,12 +21,6 @@ try:
     import fcntl
 except ImportError:
     fcntl = None
-
-# Dense bfloat16 peak of one chip in FLOP/s, as its vendor states it without sparsity, by a part of JAX's device_kind.
-PEAK_FLOPS = {
-    'B200': 2250e12, 'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'L4': 121e12, 'V100': 125e12,
-    'TPU v6': 918e12, 'TPU v5p': 459e12, 'TPU v5 lite': 197e12, 'TPU v5e': 197e12, 'TPU v5': 459e12, 'TPU v4': 275e12,
-}  # fmt: skip
 
 
 def peak_flops(device: Any) -> float | None:

@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import Init, make, matrix_init
 from spannorm_jax.model_config import ModelConfig
-from spannorm_jax.sharding import constrain
+from spannorm_jax.sharding import constrain, pieces
 
+PART_SCORES = 2**24  # 64 MiB in float32
 MASKED = -1e30  # finite, so that a row of masked scores gives a uniform softmax and no NaN
 
 
@@ -128,6 +129,26 @@ def attend(
     return out.reshape(B, T, N, -1), p_BKGTS
 
 
+def attend_in_parts(q_BTNH: Array, k_BSKH: Array, v_BSKJ: Array, mask_BTS: Array, scale: float, soft_cap: float | None = None) -> Array:
+    """The result of `attend`, some queries after the others, so that at most PART_SCORES scores per device exist at a time.
+
+    Scores are computed again in the backward pass. A part takes every P-th query, so that every shard of the positions has some.
+    """
+    B, T, N = q_BTNH.shape[:3]
+    scores = B * N * T * k_BSKH.shape[1] / (pieces('rows') * pieces('positions') * pieces('heads'))
+    P = next((p for p in range(1, T + 1) if T % p == 0 and scores / p <= PART_SCORES and T // p % pieces('positions') == 0), 1)
+    if P == 1:
+        return attend(q_BTNH, k_BSKH, v_BSKJ, mask_BTS, scale, soft_cap)[0]
+    one = jax.checkpoint(lambda q, k, v, mask: attend(q, k, v, mask, scale, soft_cap)[0], prevent_cse=False)
+
+    def split(x):  # (B, T, ...) -> (P, B, T / P, ...)
+        return jnp.moveaxis(x.reshape(x.shape[0], T // P, P, *x.shape[2:]), 2, 0)
+
+    q_PBtNH = constrain(split(q_BTNH), None, 'rows', 'positions', 'heads', None)
+    _, o_PBtNJ = jax.lax.scan(lambda _, qm: (None, one(qm[0], k_BSKH, v_BSKJ, qm[1])), None, (q_PBtNH, split(mask_BTS)))
+    return jnp.moveaxis(o_PBtNJ, 0, 2).reshape(B, T, N, -1)
+
+
 class Attention(nn.Module):
     """Multi-head or grouped-query attention with its output projection: (B, T, D) -> (B, T, D) and statistics.
 
@@ -151,7 +172,8 @@ class Attention(nn.Module):
         k_BSKH, v_BSKJ = (constrain(z, 'rows', None, 'kv', None) for z in (k_BSKH, v_BSKJ))
         scale = cfg.resolved_head_dim**-0.5 if cfg.attn_scale is None else cfg.attn_scale
         mask_BTS = may_see(T, ctx.segments_BT, self.causal)
-        o_BTNJ, p_BKGTS = attend(q_BTNH, k_BSKH, v_BSKJ, mask_BTS, scale, cfg.attn_soft_cap)
+        operands = q_BTNH, k_BSKH, v_BSKJ, mask_BTS, scale, cfg.attn_soft_cap
+        o_BTNJ, p_BKGTS = attend(*operands) if stats else (attend_in_parts(*operands), None)
 
         N, J = o_BTNJ.shape[2:]
         if norms == 'inner':

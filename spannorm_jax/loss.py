@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from spannorm_jax.sharding import constrain, pieces
+
 CHUNK_LOGITS = 2**25  # above this many logits (128 MiB in float32) a batch is worked off in chunks of at most as many
 
 Head = Callable[[Float[Array, 'B T D']], Float[Array, 'B T V']]
@@ -32,23 +34,24 @@ def loss_sums(
     computed again in the backward pass, so that those of the whole batch never exist.
     """
     B, T = targets_BT.shape
-    t = positions_per_chunk(B, T, jax.eval_shape(head, x_BTD).shape[-1], chunk)
+    t = positions_per_chunk(max(1, B // pieces('rows')), T, jax.eval_shape(head, x_BTD).shape[-1], chunk)
     if t >= T:
         return _sums(head, x_BTD, targets_BT, segments_BT)
     C = -(-T // t)
 
     def split(a):  # along T, because B is what a mesh splits
         a = jnp.pad(a, [(0, 0), (0, C * t - T)] + [(0, 0)] * (a.ndim - 2))
-        return jnp.moveaxis(a.reshape(B, C, t, *a.shape[2:]), 1, 0)
+        a = jnp.moveaxis(a.reshape(B, t, C, *a.shape[2:]), 2, 0)  # chunk c: positions c, C + c, ..., some of every shard of T
+        return constrain(a, None, 'rows', 'positions', *[None] * (a.ndim - 3))
 
     one = jax.checkpoint(lambda x, targets, segments: _sums(head, x, targets, segments))
 
     def add(total, piece):
         return jax.tree.map(jnp.add, total, one(*piece)), None
 
-    pieces = tuple(split(a) for a in (x_BTD, targets_BT, segments_BT))
-    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, *(p[0] for p in pieces)))
-    return jax.lax.scan(add, zero, pieces)[0]
+    chunks = tuple(split(a) for a in (x_BTD, targets_BT, segments_BT))
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, *(p[0] for p in chunks)))
+    return jax.lax.scan(add, zero, chunks)[0]
 
 
 def positions_per_chunk(rows: int, length: int, vocab: int, chunk: int | None) -> int:

@@ -209,7 +209,7 @@ class Transformer(nn.Module):
         cfg = self.cfg
         V, D = cfg.vocab, cfg.width
         w_VD = make(self, 'embed', (V, D), ('vocab', 'width'), 'embed', matrix_init(cfg, 'embed', V, D), 1)
-        x_BTD = look_up(w_VD, tokens_BT) * cfg.embed_scale
+        x_BTD = look_up(w_VD, tokens_BT, cfg.residual_dtype) * cfg.embed_scale
         if dropout_key is not None:
             x_BTD = dropout(x_BTD, cfg.dropout, jax.random.fold_in(dropout_key, cfg.layers))
         if positions_BT is None:

@@ -129,6 +129,12 @@ def target() -> tuple[str, str]:
     return device.platform, device.device_kind
 
 
+def pieces(axis: str) -> int:
+    """How many pieces the mesh that is set cuts a logical axis into."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[a] for a in RULES[axis])
+
+
 def param_shardings(infos: Any, mesh: Mesh) -> tuple[Any, list[str]]:
     """A NamedSharding per parameter, and the distinct notes of `spec`."""
     found = jax.tree.map(lambda p: spec(p.axes, p.value.shape, mesh), infos, is_leaf=is_param)

@@ -17,10 +17,9 @@ from spannorm_jax.data import check_vocab, open_data
 from spannorm_jax.data.baselines import unigram_entropy
 from spannorm_jax.errors import BadData, StorageError, UserError
 from spannorm_jax.host import Clock, Feed, Interrupted, Signals, alone, use_compilation_cache
-from spannorm_jax.model import LM, infos
-from spannorm_jax.optim import make_optimizer
+from spannorm_jax.program import program
 from spannorm_jax.rundir import Outcome, Position
-from spannorm_jax.step import TrainState, abstract_state, evaluate, first_nonfinite, init_state, leaf_names, make_eval_step, make_step
+from spannorm_jax.step import TrainState, evaluate, first_nonfinite, init_state, leaf_names, make_eval_step
 from spannorm_jax.track import MetricsFile, Row, open_sinks
 
 MAX_ROLLBACKS = 3
@@ -122,20 +121,13 @@ class Run(NamedTuple):
 def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
     """Shardings, compiled steps and open files of a run. Raises as `resumable` does, before anything is written."""
     resumable(cfg, folder, corpus, checkpoints)
-    lm, tree = LM(cfg.model), infos(cfg.model)
-    optimizer = make_optimizer(cfg, tree)
-    shapes, whole = abstract_state(tree, optimizer), sharding.replicated(mesh)
-    params, notes = sharding.param_shardings(tree, mesh)
-    for note in notes:
+    made = program(cfg, mesh)
+    for note in made.notes:
         tell('message', {'text': f'sharding: {note}'})
-    places = TrainState(whole, params, sharding.state_shardings(shapes.opt_state, shapes.params, params, mesh), whole)
-    abstract = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)
-    batch = sharding.abstract_batch((cfg.data.batch, cfg.data.seq), mesh)
 
     def compiled(stats):
         signals.check()
-        step = jax.jit(make_step(cfg, lm, optimizer, tree, stats), donate_argnums=0, out_shardings=(places, whole))
-        return step.lower(abstract, batch).compile()
+        return made.step(stats).lower(made.abstract, made.batch).compile()
 
     tell('message', {'text': f'compiling the step: {rundir.model_line(cfg)}'})
     begun = time.perf_counter()
@@ -156,12 +148,12 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         log=log,
         feed=Feed(cfg, corpus, sharding.local_rows(mesh, cfg.data.batch)),
         clock=Clock(cfg, mesh),
-        names=leaf_names(cfg.model, tree),
-        make_state=lambda: init_state(cfg, lm, optimizer, places),
-        abstract=abstract,
+        names=leaf_names(cfg.model, made.infos),
+        make_state=lambda: init_state(cfg, made.lm, made.optimizer, made.places),
+        abstract=made.abstract,
         step=step,
         stats_step=stats_step,
-        eval_step=jax.jit(make_eval_step(cfg, lm), out_shardings=whole),
+        eval_step=jax.jit(make_eval_step(cfg, made.lm), out_shardings=sharding.replicated(mesh)),
     )
 
 
