@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from spannorm_jax import distributed
 from spannorm_jax.errors import BadData, MissingInput, StorageError, UserError
 from spannorm_jax.step import TrainState
 
@@ -87,6 +88,7 @@ class Checkpoints:
         """Wait until all is on disk; the newest committed step, as the disk has it."""
         with disk_errors('write a checkpoint to', self.folder):
             self.manager.wait_until_finished()
+            distributed.gather('the end of a checkpoint')
             self.manager.reload()
         return self.latest()
 

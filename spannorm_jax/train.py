@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spannorm_jax import plot, rundir, sharding
+from spannorm_jax import distributed, plot, rundir, sharding
 from spannorm_jax.checkpoint import Checkpoints, disk_errors
 from spannorm_jax.config import Config, from_dict, to_dict
 from spannorm_jax.data import check_vocab, open_data
 from spannorm_jax.data.baselines import unigram_entropy
-from spannorm_jax.errors import BadData, StorageError, UserError
+from spannorm_jax.errors import BadData, ProcessLost, StorageError, UserError
 from spannorm_jax.host import Clock, Feed, Interrupted, Signals, alone, use_compilation_cache
 from spannorm_jax.model import LM, infos
 from spannorm_jax.optim import make_optimizer
 from spannorm_jax.rundir import Outcome, Position
 from spannorm_jax.step import TrainState, abstract_state, evaluate, first_nonfinite, init_state, leaf_names, make_eval_step, make_step
-from spannorm_jax.track import MetricsFile, Row, open_sinks
+from spannorm_jax.track import MetricsFile, Row, UnwrittenMetrics, open_sinks
 
 MAX_ROLLBACKS = 3
 EVALUATIONS = {'eval': 'validation', 'test': 'test'}  # group of metrics -> split
@@ -38,21 +38,25 @@ def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], 
 
     Raises: UserError (config, mesh, vocabulary, a config changed on resume), BadData, MissingInput, StorageError.
     """
-    tell = progress or (lambda kind, data: None)
+    tell = progress if progress and distributed.first() else lambda kind, data: None
     with Signals() as signals:
         try:
             return _fit(cfg, tell, signals, stop, corpus)
-        except Interrupted:
-            return rundir.interrupted_early(rundir.run_dir(cfg))
+        except Interrupted as e:
+            outcome = rundir.interrupted_early(rundir.run_dir(cfg))
+            distributed.leave(e, outcome.exit_code)
+            return outcome
 
 
 def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bool] | None, corpus: Any) -> Outcome:
     folder = rundir.run_dir(cfg)
+    distributed.same('the configurations', rundir.flat(to_dict(cfg)), 'give every process the same command')
     if (done := rundir.look(cfg, folder)) is not None:
         tell('message', {'text': done.message})
         return done
     use_compilation_cache()
     mesh = sharding.make_mesh(cfg.mesh)
+    distributed.check_mesh(mesh)
     sharding.check_batch(cfg, mesh)
 
     def prepared(done: int, total: int) -> None:
@@ -60,7 +64,8 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
         tell('prepare', {'done': done, 'all': total})
 
     if corpus is None:
-        corpus = open_data(cfg.data, progress=prepared)
+        corpus = distributed.prepared_by_first('the prepared data', lambda: open_data(cfg.data, progress=prepared))
+    distributed.same('the data', data_identity(corpus), 'give every host the same files')
     signals.check()
     check_vocab(corpus.tokenizer, cfg.model.vocab)
     for group in EVALUATIONS:
@@ -68,6 +73,7 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
     with disk_errors('write', folder):
         folder.mkdir(parents=True, exist_ok=True)
     with alone(folder):
+        distributed.check_shared(folder)
         if (done := rundir.look(cfg, folder)) is not None:  # again: another process may have begun here in the meantime
             tell('message', {'text': done.message})
             return done
@@ -75,7 +81,8 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
             try:
                 run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop)
                 with run.log, run.feed:
-                    signals.check()
+                    if distributed.any_of('the first step', signals.seen):
+                        raise Interrupted
                     outcome = train(run)
                 if checkpoints.wait() != outcome.step and not outcome.nonfinite:
                     raise StorageError(
@@ -85,10 +92,13 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
                 rundir.interrupted_early(folder).try_to_save(folder)
                 raise
             except Exception as e:
-                Outcome('failed', checkpoints.latest() or 0, f'{type(e).__name__}: {e}'[:2000]).try_to_save(folder)
-                raise
+                why = distributed.blame(e)
+                distributed.leave(why)
+                status, kind = ('preempted', '') if isinstance(why, ProcessLost) else ('failed', f'{type(e).__name__}: ')
+                Outcome(status, checkpoints.latest() or 0, f'{kind}{why}'[:2000]).try_to_save(folder)
+                raise why from e
         outcome.save(folder)
-        if outcome.status != 'preempted':  # whoever interrupts is waiting
+        if outcome.status != 'preempted' and distributed.first():  # whoever interrupts is waiting
             draw(run)
     return outcome
 
@@ -143,7 +153,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
     stats_step = compiled(True) if cfg.run.steps and cfg.run.stats_every else step
     tell('message', {'text': f'step compiled in {time.perf_counter() - begun:.1f} s'})
     rundir.write_config(folder, cfg)
-    log = MetricsFile(folder / 'metrics.jsonl', checkpoints.latest() or 0, open_sinks(cfg.run.sinks, folder, to_dict(cfg)))
+    agreed = distributed.Agreement(mesh)
     return Run(
         cfg=cfg,
         folder=folder,
@@ -151,9 +161,9 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         mesh=mesh,
         checkpoints=checkpoints,
         tell=tell,
-        stopping=lambda step: signals.ask(stop, step),
-        signalled=lambda: signals.seen,
-        log=log,
+        stopping=lambda step: agreed(signals.ask(stop, step)),
+        signalled=lambda: agreed(signals.seen),
+        log=open_log(cfg, folder, checkpoints),
         feed=Feed(cfg, corpus, sharding.local_rows(mesh, cfg.data.batch)),
         clock=Clock(cfg, mesh),
         names=leaf_names(cfg.model, tree),
@@ -163,6 +173,12 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         stats_step=stats_step,
         eval_step=jax.jit(make_eval_step(cfg, lm), out_shardings=whole),
     )
+
+
+def open_log(cfg: Config, folder: Path, checkpoints: Checkpoints) -> MetricsFile:
+    if not distributed.first():
+        return UnwrittenMetrics()
+    return MetricsFile(folder / 'metrics.jsonl', checkpoints.latest() or 0, open_sinks(cfg.run.sinks, folder, to_dict(cfg)))
 
 
 def resumable(cfg: Config, folder: Path, corpus: Any, checkpoints: Checkpoints) -> Position | None:
@@ -179,6 +195,7 @@ def resumable(cfg: Config, folder: Path, corpus: Any, checkpoints: Checkpoints) 
     except UserError as e:
         raise BadData(f'the meta of checkpoint {where!r} is damaged ({e}); remove that folder to go on from the one before') from None
     rundir.check_resumable(then, cfg, folder)
+    distributed.same('the newest checkpoints', dataclasses.asdict(pos), 'put run.root on storage that all hosts share')
     for what, found in data_identity(corpus).items():
         if meta.get(what) != found:
             raise UserError(
@@ -202,7 +219,7 @@ def train(run: Run) -> Outcome:
     """From boundary to boundary (evaluation, checkpoint, end, interruption). At a boundary all launched steps are accounted for."""
     cfg, saved = run.cfg.run, run.checkpoints.latest()
     state, pos = restore(run)
-    row = run.log.last(pos.step)
+    row = last_row(run, pos)
     while True:
         end, interrupted = pos.step >= cfg.steps, run.stopping(pos.step)
         groups = ('eval', 'test') if end else ('eval',) if due(cfg.eval_every, pos.step) else ()
@@ -231,7 +248,7 @@ def train(run: Run) -> Outcome:
             state, pos = restore(run)
             pos = dataclasses.replace(pos, batch=leave_out, rollbacks=rollbacks)
             run.log.truncate(pos.step)
-            row, saved = run.log.last(pos.step), run.checkpoints.latest()
+            row, saved = last_row(run, pos), run.checkpoints.latest()
 
 
 def advance(run: Run, state: TrainState, pos: Position) -> tuple[TrainState, Position, Row, dict[str, Any] | None]:
@@ -271,6 +288,10 @@ def settle(run: Run, pos: Position, metrics: Any) -> tuple[Position, Row, dict[s
     row |= run.clock.lap(tokens)
     run.tell('step', {'step': new.step, 'steps': run.cfg.run.steps, 'loss': loss})
     return (new if bad is None else pos), row, bad
+
+
+def last_row(run: Run, pos: Position) -> Row:
+    return distributed.from_first('the last row', lambda: run.log.last(pos.step))
 
 
 def write_row(run: Run, row: Row, always: bool = False) -> None:
