@@ -290,4 +290,8 @@ def blame(error: Exception) -> Exception:
         deadline = time.monotonic() + seconds('SPANNORM_LOST_S') + 1
         while _ended is None and time.monotonic() < deadline:
             time.sleep(0.05)
-    return error if _ended is None else ProcessLost(*_ended)
+    if _ended is None:
+        return error
+    lost = ProcessLost(*_ended)
+    lost.__cause__ = error
+    return lost

@@ -11,7 +11,7 @@ from typing import Any
 from spannorm_jax import distributed, load
 from spannorm_jax.checkpoint import disk_errors
 from spannorm_jax.config import HOW_NOT_WHAT, Config, edit, from_dict, run_id, to_dict
-from spannorm_jax.errors import BadData, StorageError, UserError
+from spannorm_jax.errors import BadData, ProcessLost, StorageError, UserError
 from spannorm_jax.model import count_params
 
 SMOOTHING = 20  # steps: a loss is judged by the mean of the last 20
@@ -194,6 +194,13 @@ def _look(cfg: Config, folder: Path) -> dict[str, Any] | None:
             check_resumable(then, cfg, folder)
         found = finished(cfg, folder)
         return None if found is None else dataclasses.asdict(found)
+
+
+def failed(error: Exception, step: int) -> Outcome:
+    """The outcome of a run that an error ended; that another process was lost is no failure of its own."""
+    if isinstance(error, ProcessLost) and error.exit_code == ProcessLost.exit_code:
+        return Outcome('preempted', step, str(error)[:2000])
+    return Outcome('failed', step, f'{type(error).__name__}: {error}'[:2000])
 
 
 def interrupted_early(folder: Path) -> Outcome:

@@ -15,13 +15,13 @@ from spannorm_jax.checkpoint import Checkpoints, disk_errors
 from spannorm_jax.config import Config, from_dict, to_dict
 from spannorm_jax.data import check_vocab, open_data
 from spannorm_jax.data.baselines import unigram_entropy
-from spannorm_jax.errors import BadData, ProcessLost, StorageError, UserError
+from spannorm_jax.errors import BadData, StorageError, UserError
 from spannorm_jax.host import Clock, Feed, Interrupted, Signals, alone, use_compilation_cache
 from spannorm_jax.model import LM, infos
 from spannorm_jax.optim import make_optimizer
 from spannorm_jax.rundir import Outcome, Position
 from spannorm_jax.step import TrainState, abstract_state, evaluate, first_nonfinite, init_state, leaf_names, make_eval_step, make_step
-from spannorm_jax.track import MetricsFile, Row, UnwrittenMetrics, open_sinks
+from spannorm_jax.track import MetricsFile, Row, open_log
 
 MAX_ROLLBACKS = 3
 EVALUATIONS = {'eval': 'validation', 'test': 'test'}  # group of metrics -> split
@@ -94,9 +94,8 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
             except Exception as e:
                 why = distributed.blame(e)
                 distributed.leave(why)
-                status, kind = ('preempted', '') if isinstance(why, ProcessLost) else ('failed', f'{type(e).__name__}: ')
-                Outcome(status, checkpoints.latest() or 0, f'{kind}{why}'[:2000]).try_to_save(folder)
-                raise why from e
+                rundir.failed(why, checkpoints.latest() or 0).try_to_save(folder)
+                raise why from why.__cause__
         outcome.save(folder)
         if outcome.status != 'preempted' and distributed.first():  # whoever interrupts is waiting
             draw(run)
@@ -163,7 +162,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         tell=tell,
         stopping=lambda step: agreed(signals.ask(stop, step)),
         signalled=lambda: agreed(signals.seen),
-        log=open_log(cfg, folder, checkpoints),
+        log=open_log(folder, checkpoints.latest() or 0, cfg.run.sinks, to_dict(cfg)),
         feed=Feed(cfg, corpus, sharding.local_rows(mesh, cfg.data.batch)),
         clock=Clock(cfg, mesh),
         names=leaf_names(cfg.model, tree),
@@ -173,12 +172,6 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         stats_step=stats_step,
         eval_step=jax.jit(make_eval_step(cfg, lm), out_shardings=whole),
     )
-
-
-def open_log(cfg: Config, folder: Path, checkpoints: Checkpoints) -> MetricsFile:
-    if not distributed.first():
-        return UnwrittenMetrics()
-    return MetricsFile(folder / 'metrics.jsonl', checkpoints.latest() or 0, open_sinks(cfg.run.sinks, folder, to_dict(cfg)))
 
 
 def resumable(cfg: Config, folder: Path, corpus: Any, checkpoints: Checkpoints) -> Position | None:
@@ -219,7 +212,7 @@ def train(run: Run) -> Outcome:
     """From boundary to boundary (evaluation, checkpoint, end, interruption). At a boundary all launched steps are accounted for."""
     cfg, saved = run.cfg.run, run.checkpoints.latest()
     state, pos = restore(run)
-    row = last_row(run, pos)
+    row = run.log.last(pos.step)
     while True:
         end, interrupted = pos.step >= cfg.steps, run.stopping(pos.step)
         groups = ('eval', 'test') if end else ('eval',) if due(cfg.eval_every, pos.step) else ()
@@ -248,7 +241,7 @@ def train(run: Run) -> Outcome:
             state, pos = restore(run)
             pos = dataclasses.replace(pos, batch=leave_out, rollbacks=rollbacks)
             run.log.truncate(pos.step)
-            row, saved = last_row(run, pos), run.checkpoints.latest()
+            row, saved = run.log.last(pos.step), run.checkpoints.latest()
 
 
 def advance(run: Run, state: TrainState, pos: Position) -> tuple[TrainState, Position, Row, dict[str, Any] | None]:
@@ -288,10 +281,6 @@ def settle(run: Run, pos: Position, metrics: Any) -> tuple[Position, Row, dict[s
     row |= run.clock.lap(tokens)
     run.tell('step', {'step': new.step, 'steps': run.cfg.run.steps, 'loss': loss})
     return (new if bad is None else pos), row, bad
-
-
-def last_row(run: Run, pos: Position) -> Row:
-    return distributed.from_first('the last row', lambda: run.log.last(pos.step))
 
 
 def write_row(run: Run, row: Row, always: bool = False) -> None:
