@@ -114,16 +114,17 @@ def leave(error: BaseException, code: int | None = None) -> None:
         return
     _left = True
     code = int(code or getattr(error, 'exit_code', 130 if isinstance(error, KeyboardInterrupt) else 1))
-    text = str(error) or type(error).__name__
+    text = str(error) if isinstance(error, UserError | KeyboardInterrupt) else f'{type(error).__name__}: {error}'
     if _ended is None:
-        _call.leave(f'{_call.me} ended: {text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"}'[:2000], code)
+        _call.leave(f'{_call.me} ended: {text}'[:2000], code)
     atexit.register(_exit, code)  # before jax's own, which would wait for the others
     _end_after(GRACE_S * (2 if _call.me.process == 0 else 1), Ended(text, code))
 
 
 def _on_end(message: str, code: int, grace: bool) -> None:
     global _ended
-    _ended = Ended(message, code)
+    again = '; run the same command again to go on' if code == ProcessLost.exit_code else ''
+    _ended = Ended(message + again, code)
     if not grace:
         _say_and_exit(_ended)
     _end_after(GRACE_S, _ended)
@@ -137,8 +138,7 @@ def _end_after(limit: float, why: Ended) -> None:
 
 def _say_and_exit(why: Ended) -> None:
     """A process that waits in a collective, in C++, for one that is gone can be ended in no other way."""
-    again = '; run the same command again to go on from the newest checkpoint' if why.code == ProcessLost.exit_code else ''
-    os.write(2, f'spannorm: {why.message}{again}\n'.encode())
+    os.write(2, f'spannorm: {why.message}\n'.encode())
     os._exit(why.code)
 
 

@@ -86,7 +86,7 @@ class Signals:
         """Raise Interrupted if a signal has come, ProcessLost where another process has ended the run."""
         distributed.check()
         if self.seen:
-            raise Interrupted
+            raise Interrupted('interrupted before the first step')
 
     def __enter__(self) -> 'Signals':
         for number in self.numbers:

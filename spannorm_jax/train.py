@@ -82,7 +82,7 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
                 run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop)
                 with run.log, run.feed:
                     if distributed.any_of('the first step', signals.seen):
-                        raise Interrupted
+                        raise Interrupted('interrupted before the first step')
                     outcome = train(run)
                 if checkpoints.wait() != outcome.step and not outcome.nonfinite:
                     raise StorageError(

@@ -480,7 +480,7 @@ def test_a_killed_and_restarted_run_is_the_uninterrupted_one_to_the_last_bit(tmp
     assert straight.start().ended(180) == [0, 0], straight.said()
     killed_and_restarted(broken, victim)
     assert broken.ended(180) == [0, 0], broken.said()
-    assert outcome(broken.folder) == outcome(straight.folder) and outcome(broken.folder)['status'] == 'completed'
+    assert outcome(broken.folder) == outcome(straight.folder) and outcome(broken.folder)['status'] in ('completed', 'diverged')
     assert broken.rows() == straight.rows() and 'test/loss' in broken.rows()[-1]
     jax.tree.map(np.testing.assert_array_equal, arrays(broken, broken.folder, SHORT), arrays(broken, straight.folder, SHORT))
     assert (broken.folder / 'loss.png').stat().st_size > 1000
@@ -511,4 +511,4 @@ def test_a_signal_before_the_first_step_ends_both(tmp_path):
         time.sleep(0.05)
     two.terminate(1)
     assert two.ended(90) == [75, 75], two.said()
-    assert 'before the first step' in two.said(0) + (tmp_path / 'out0').read_text()
+    assert 'process 1 (host ' in two.said(0) and 'ended: interrupted before the first step' in two.said(0), two.said()
