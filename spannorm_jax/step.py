@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 from spannorm_jax.config import Config, ModelConfig, OptimConfig
 from spannorm_jax.initializers import is_param
@@ -189,7 +190,9 @@ def backward_order(names: list[str]) -> np.ndarray:
 
 def first_nonfinite(model: ModelConfig, names: list[str], tree: Any) -> str | None:
     """Canonical name of the first parameter, from head to embedding, with a sum of squares that is not finite."""
-    bad = ~np.isfinite(jax.device_get(leaf_squares(model, tree)))
+    squares = leaf_squares(model, tree)
+    whole = squares if squares.is_fully_addressable else multihost_utils.process_allgather(squares, tiled=True)
+    bad = ~np.isfinite(jax.device_get(whole))
     return next((names[i] for i in backward_order(names) if bad[i]), None)
 
 
