@@ -106,9 +106,9 @@ class Moe(nn.Module):
             expert_BTK = jnp.where(kept_BTK, expert_BTK, E)
         stats['dropped'] = 1 - (expert_BTK < E).sum() / jnp.maximum(stats['count'].sum(), 1)
 
-        axes = {'gate': ('experts', 'width', 'ffn'), 'up': ('experts', 'width', 'ffn'), 'down': ('experts', 'ffn', 'width')}
-        if not cfg.gated:
-            del axes['gate']
+        axes: dict[str, tuple[str, ...]] = {'up': ('experts', 'width', 'ffn'), 'down': ('experts', 'ffn', 'width')}
+        if cfg.gated:
+            axes['gate'] = axes['up']
         shapes = {name: (E, F, D) if name == 'down' else (E, D, F) for name in axes}
         weights = {}
         for name, shape in shapes.items():
@@ -155,7 +155,8 @@ def routed(
     flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
     if mesh.empty or mesh.size == 1:
         slots = None if capacity is None else len(x_BTD) * capacity * E
-        out_ND = dispatch.local(functools.partial(expert_ffn, cfg, weights, None), *map(flat, (x_BTD, expert_BTK, weight_BTK)), E, slots)
+        experts = functools.partial(expert_ffn, cfg, weights, None)
+        out_ND = dispatch.local(experts, flat(x_BTD), flat(expert_BTK), flat(weight_BTK), E, slots)
         return out_ND.reshape(x_BTD.shape)
 
     tokens = spec(('rows', 'positions', None), x_BTD.shape, mesh)[0]

@@ -125,7 +125,7 @@ def target() -> tuple[str, str]:
     """Platform and kind of the devices that programs are made for: those of the mesh that is set, else this process's."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
-        device = jax.config.jax_default_device or jax.devices()[0]
+        device = jax.config.values['jax_default_device'] or jax.devices()[0]
     return device.platform, device.device_kind
 
 

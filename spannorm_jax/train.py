@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spannorm_jax import distributed, plot, rundir, sharding
+from spannorm_jax import attention, distributed, plot, rundir, sharding
 from spannorm_jax.checkpoint import Checkpoints, disk_errors
 from spannorm_jax.config import Config, from_dict, to_dict
 from spannorm_jax.data import check_vocab, open_data
@@ -133,6 +133,9 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
     made = program(cfg, mesh)
     for note in made.notes:
         tell('message', {'text': f'sharding: {note}'})
+    kernel, passed_over = attention.choose_kernel(cfg.model, cfg.data.seq)
+    for note in [*passed_over, attention.verify_kernel(cfg.model, cfg.data.seq)]:
+        tell('message', {'text': note or f'attention kernel {kernel}'})
 
     def compiled(stats):
         signals.check()
