@@ -127,6 +127,13 @@ def test_matrix_products_are_counted_through_loops():
     assert hlo.matmul_flops(jaxpr, once=True) == 2 * 2 * 3 * 5 * 5
 
 
+def test_matrix_products_under_shard_map_are_those_of_all_devices():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2)
+    f = jax.shard_map(lambda x, w: x @ w, in_specs=(P('data'), P()), out_specs=P('data'), mesh=mesh, axis_names={'data'}, check_vma=False)
+    jaxpr = jax.make_jaxpr(jax.jit(f))(jnp.zeros((4, 5)), jnp.zeros((5, 6))).jaxpr
+    assert hlo.matmul_flops(jaxpr) == 2 * 4 * 5 * 6
+
+
 def test_floor():
     size = plan.Bytes(arguments=10**9, outputs=10**9, aliased=10**9, temporaries=3 * 10**9, peak=4 * 10**9)
     traffic = [plan.Traffic('all-gather', 'fsdp', 2, 5e9, 1e9)]
