@@ -195,7 +195,7 @@ def matmul_flops(jaxpr: jax.extend.core.Jaxpr, once: bool = False) -> float:
             times = 1 if once else eqn.params['length']
         elif name == 'shard_map':
             mesh = eqn.params['mesh']
-            times = math.prod(mesh.shape[a] for a in eqn.params['manual_axes'])
+            times = math.prod(mesh.shape[a] for a in eqn.params['newly_manual_axes'])
         elif name == 'pallas_call':
             times = math.prod(eqn.params['grid_mapping'].grid)
         inner = [matmul_flops(sub, once) for sub in _inner(eqn.params)]

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from spannorm_jax.sharding import constrain, pieces
 
-CHUNK_LOGITS = 2**25  # above this many logits (128 MiB in float32) a batch is worked off in chunks of at most as many
+CHUNK_LOGITS = 2**24  # above this many logits on a device (64 MiB in float32) a batch is worked off in chunks of at most as many
 
 Head = Callable[[Float[Array, 'B T D']], Float[Array, 'B T V']]
 
@@ -30,7 +30,7 @@ def loss_sums(
 ) -> Sums:
     """sum of lse(z) - z[target] and of lse(z)^2, z = head(x), over the tokens with segment > 0.
 
-    chunk: tokens whose logits exist at a time; None decides by the number of logits, 0 never splits. The logits of a chunk are
+    chunk: tokens whose logits exist at a time on a device; None decides by the number of logits, 0 never splits. The logits of a chunk are
     computed again in the backward pass, so that those of the whole batch never exist.
     """
     B, T = targets_BT.shape

@@ -165,9 +165,11 @@ class Stack(nn.Module):
         norm, c = functools.partial(apply_norm, cfg), SimpleNamespace(cfg=cfg, param=param)
         stream = entry.enter(x_BTD.astype(accumulator(cfg)), norm, c)
         stream = jax.tree.map(lambda x: x.astype(cfg.residual_dtype), stream)
-        block = Block if cfg.remat == 'none' else nn.remat(Block, prevent_cse=cfg.scan_unroll != 1, policy=REMAT[cfg.remat])
         lo, stats = 0, []
         for i, (rule, moe, n) in enumerate(topology.runs(cfg)):
+            # In a loop nothing can merge a forward pass with its recomputation; where there is none (a run of one block) XLA would.
+            unrolled = cfg.scan_unroll != 1 or n == 1
+            block = Block if cfg.remat == 'none' else nn.remat(Block, prevent_cse=unrolled, policy=REMAT[cfg.remat])
             scanned = nn.scan(
                 block,
                 variable_axes={'params': 0},
@@ -222,10 +224,30 @@ class Transformer(nn.Module):
         return head_logits(cfg, x_BTD, w_DV) if head else x_BTD, extras
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def narrow_back(x: Float[Array, '... D'], w: Float[Array, 'D V'], wide: Any) -> Float[Array, '... V']:
+    """x w in `wide`. Backward, the products are in the dtype of x and w, as everywhere else; a wide gradient of w, of the whole
+    vocabulary on every device, would be the largest array of a step."""
+    return jnp.einsum('...D,DV->...V', x, w, preferred_element_type=wide)
+
+
+def _forward(x, w, wide):
+    return narrow_back(x, w, wide), (x, w)
+
+
+def _backward(wide, operands, g):
+    x, w = operands
+    g = g.astype(x.dtype)
+    return jnp.einsum('...V,DV->...D', g, w), jnp.einsum('...D,...V->DV', x, g)
+
+
+narrow_back.defvjp(_forward, _backward)
+
+
 def head_logits(cfg: ModelConfig, x_BTD: Float[Array, '... D'], w_DV: Float[Array, 'D V']) -> Float[Array, '... V']:
     """cap(scale * x W): logits in float32 (or wider)."""
     dtype = jnp.dtype(cfg.dtype)
-    logits = jnp.einsum('...D,DV->...V', x_BTD.astype(dtype), w_DV.astype(dtype), preferred_element_type=accumulator(cfg))
+    logits = narrow_back(x_BTD.astype(dtype), w_DV.astype(dtype), accumulator(cfg))
     logits *= cfg.logit_scale
     return logits if cfg.logit_soft_cap is None else cfg.logit_soft_cap * jnp.tanh(logits / cfg.logit_soft_cap)
 
