@@ -4,8 +4,9 @@ Axes: N tokens, K experts per token, E experts (of this device), D width, M slot
 The number E in the place of an expert means none.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,21 @@ def local(
     return collect(weighted_MD, routes)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def travel_ragged(axis: str, x_MD: Float[Array, 'M D'], send_P: Int[Array, ' P'], come_P: Int[Array, ' P']) -> Float[Array, 'M D']:
+    """The first send_P[p] of the p-th M / P rows go to device p, which has as many places for those of each other one; the rest is 0."""
+    C = len(x_MD) // len(send_P)
+    here = jnp.arange(len(send_P)) * C
+    there = jnp.full(len(send_P), jax.lax.axis_index(axis) * C)
+    return jax.lax.ragged_all_to_all(x_MD, jnp.zeros_like(x_MD), here, send_P, there, come_P, axis_name=axis)
+
+
+travel_ragged.defvjp(
+    lambda axis, x, send, come: (travel_ragged(axis, x, send, come), (send, come)),
+    lambda axis, sizes, g: (travel_ragged(axis, g, *reversed(sizes)), None, None),
+)
+
+
 def over_devices(
     experts: Experts,
     x_ND: Float[Array, 'N D'],
@@ -119,11 +135,13 @@ def over_devices(
     axis: str,
     room: int | None = None,
     slots: int | None = None,
+    ragged: bool = False,
 ) -> Float[Array, 'N D']:
     """The same under shard_map, where device p along `axis` holds experts p E .. (p + 1) E - 1; `expert_NK` counts over all of them.
 
     A token travels once to each device that holds any of its experts; what these give is summed there and travels back. Every device
-    has `room` places for the tokens of every other one; None is a place for each of them, so that none is ever left behind.
+    has `room` places for the tokens of every other one; None is a place for each of them, so that none is ever left behind. Empty places
+    travel too, unless `ragged`, which not every platform has.
     """
     N, D = x_ND.shape
     K, C = expert_NK.shape[1], N if room is None else min(room, N)
@@ -134,12 +152,20 @@ def over_devices(
     taken_PC = jnp.arange(C) < wanted_NP.sum(0)[:, None]
     routes = Routes(source_PC.reshape(-1), taken_PC.reshape(-1), jnp.arange(P) * C + place_NP, wanted_NP & (place_NP < C))
 
-    travel = lambda a: jax.lax.all_to_all(a.reshape(P, C, -1), axis, 0, 0).reshape(P * C, -1)  # noqa: E731
+    sent_P = jnp.minimum(wanted_NP.sum(0), C)
+    come_P = jax.lax.all_to_all(sent_P, axis, 0, 0, tiled=True) if ragged else sent_P
+
+    def travel(a: Array, back: bool = False) -> Any:
+        if ragged:
+            return travel_ragged(axis, a, *((come_P, sent_P) if back else (sent_P, come_P)))
+        return jax.lax.all_to_all(a.reshape(P, C, -1), axis, 0, 0).reshape(P * C, -1)
+
     theirs_PCK = expert_NK[source_PC] - E * jnp.arange(P)[:, None, None]
     here_PCK = (theirs_PCK >= 0) & (theirs_PCK < E) & taken_PC[..., None]
-    arrived = travel(jnp.where(here_PCK, theirs_PCK, E))
+    # What does not arrive reads as 0, so that none must be 0 while it travels.
+    arrived = travel((jnp.where(here_PCK, theirs_PCK, E) - E).reshape(P * C, -1)) + E
     y_MD = local(experts, travel(spread(x_ND, routes)), arrived, travel(spread(weight_NK, routes)), E, slots or P * C * min(K, E))
-    return collect(travel(y_MD.astype(x_ND.dtype)), routes)
+    return collect(travel(y_MD.astype(x_ND.dtype), back=True), routes)
 
 
 def within_capacity(expert_BTK: Int[Array, 'B T K'], E: int, capacity: int) -> Bool[Array, 'B T K']:

@@ -179,7 +179,9 @@ def routed(
             room = len(x_BTD) * capacity * (E // P)
             slots = P * room
         if over:
-            out_ND = dispatch.over_devices(experts, x_ND, expert_NK, weight_NK, E // P, P, over, room, slots)
+            out_ND = dispatch.over_devices(
+                experts, x_ND, expert_NK, weight_NK, E // P, P, over, room, slots, cfg.expert_exchange == 'ragged'
+            )
         else:
             out_ND = dispatch.local(experts, x_ND, expert_NK, weight_NK, E, slots)
         if split:
