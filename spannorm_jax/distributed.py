@@ -87,6 +87,7 @@ def start(place: Place) -> None:
         heartbeat_timeout_seconds=round(2 * seconds('SPANNORM_LOST_S') + 4 * GRACE_S),
         shutdown_timeout_seconds=round(GRACE_S),
     )
+    jax.devices()  # the processes exchange what they have: all at once, so that none asks later, alone, and waits for the others
 
 
 def _keep_stdout_clean() -> None:
