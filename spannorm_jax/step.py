@@ -147,7 +147,7 @@ def balance(model: ModelConfig, infos: Any, params: Any, count_LE: jax.Array, ra
     """
     lower_LE = jnp.sign(count_LE.mean(-1, keepdims=True) - count_LE)
     leaves = zip(each_param(model, infos), jax.tree.leaves(params), strict=True)
-    moved = [w + rate * lower_LE[list(layers or ())] if info.role == FROZEN else w for (_, layers, info), w in leaves]
+    moved = [w + rate * lower_LE[np.asarray(layers)] if info.role == FROZEN else w for (_, layers, info), w in leaves]
     return jax.tree.unflatten(jax.tree.structure(params), moved)
 
 
@@ -157,7 +157,7 @@ def load_metrics(model: ModelConfig, infos: Any, count_LE: jax.Array, params: An
     norm_L = jnp.full(model.layers, jnp.nan)
     for (_, layers, info), w in zip(each_param(model, infos), jax.tree.leaves(params), strict=True):
         if info.role == FROZEN:
-            norm_L = norm_L.at[list(layers or ())].set(jnp.linalg.norm(w, axis=-1))
+            norm_L = norm_L.at[np.asarray(layers)].set(jnp.linalg.norm(w, axis=-1))
     return {'moe/load': load_LE, 'moe/max_over_mean': load_LE.max(-1) * model.experts, 'moe/bias_norm': norm_L}
 
 

@@ -1,6 +1,7 @@
 """The mesh changes no number: every topology, with dense and expert blocks, on every mesh; and what the compiled program may not do."""
 
 import functools
+import json
 import math
 import re
 
@@ -10,6 +11,7 @@ import pytest
 from fakes import TINY, FakeCorpus
 from jax.sharding import PartitionSpec as P
 
+from spannorm_jax.checkpoint import Checkpoints
 from spannorm_jax.config import MeshConfig, edit
 from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import is_param
@@ -18,6 +20,7 @@ from spannorm_jax.optim import make_optimizer
 from spannorm_jax.sharding import check_batch, make_mesh, param_shardings, put_batch, state_shardings
 from spannorm_jax.step import TrainState, abstract_state, make_step
 from spannorm_jax.topology import TOPOLOGIES
+from spannorm_jax.train import fit
 
 ONE = MeshConfig(devices=1)
 MESHES = {
@@ -153,6 +156,44 @@ def test_every_matrix_is_split_over_all_that_would_copy_it(mesh):
     by_shape = {shape.shape: place for place, shape in zip(*(jax.tree.leaves(t) for t in (places.params, shapes.params)), strict=True)}
     moments = [(p, s) for p, s in zip(*(jax.tree.leaves(t) for t in (places.opt_state, shapes.opt_state)), strict=True) if s.size >= 128]
     assert len(moments) > 20 and all(p.is_equivalent_to(by_shape[s.shape], len(s.shape)) for p, s in moments)
+
+
+CHAINS = {
+    'there and back': ['2x2x2 fsdp expert tensor', None],
+    'all': ['2x4 data fsdp', '8 expert', '2x2x2 fsdp expert tensor', '4x2 data sequence', None, '2x2x2 replica expert sequence'],
+}
+
+
+@pytest.mark.parametrize('chain', ['there and back', pytest.param('all', marks=pytest.mark.full)])
+def test_a_checkpoint_goes_on_on_another_mesh(chain, tmp_path):
+    """A run that changes its mesh at each checkpoint is the run on one device: rows, weights, moments, selection biases."""
+    meshes = CHAINS[chain]
+    base = {'optim.schedule': 'constant', 'run.eval_every': 0, 'run.steps': len(meshes) + 1, 'optim.router_bias_rate': 0.01, 'mesh': ONE}
+    cfg = edit(CFG, base)
+
+    def go(name, mesh, until):
+        folder = {'run.dir': str(tmp_path / name)}
+        return fit(edit(cfg, folder | {'mesh': mesh}), stop=lambda step: step >= until, corpus=FakeCorpus())
+
+    assert go('straight', ONE, 99).status == 'completed'
+    for i, mesh in enumerate([None, *meshes]):
+        assert go('chain', MESHES[mesh] if mesh else ONE, i + 1).step == i + 1
+
+    def result(name):
+        tree = infos(cfg.model)
+        shapes = abstract_state(tree, make_optimizer(cfg, tree))
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=one), shapes)
+        with Checkpoints(tmp_path / name / 'checkpoints', read_only=True) as checkpoints:
+            state = checkpoints.restore(cfg.run.steps, like)
+        rows = [json.loads(line) for line in (tmp_path / name / 'metrics.jsonl').read_text().splitlines()]
+        return state, [(r['step'], r['train/loss'], r['train/grad_norm'], *r['moe/bias_norm'][1:]) for r in rows]
+
+    (state, rows), (want, want_rows) = result('chain'), result('straight')
+    np.testing.assert_allclose(rows, want_rows, rtol=1e-5)
+    assert rows[-1][-1] > 0
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * max(1, np.linalg.norm(np.asarray(y, np.float64))))
 
 
 def shapes_of(text, kind):
