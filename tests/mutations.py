@@ -28,6 +28,10 @@ def topology(name):
     return (f'tests/test_reference.py::test_topology[{name}]',)
 
 
+def mixture(name):
+    return (f'tests/test_reference.py::test_topology_with_mla_and_moe[{name}]',)
+
+
 def options(name):
     return (f'tests/test_reference.py::test_options[{name}]',)
 
@@ -209,8 +213,8 @@ MUTATIONS = [
     Mutation(
         'norm: LayerNorm keeps the mean',
         'layers.py',
-        'x -= x.mean(-1, keepdims=True)',
-        'x -= 0 * x.mean(-1, keepdims=True)',
+        'x -= mean(x)',
+        'x -= 0 * mean(x)',
         options('deepnorm-alpha'),
     ),
     Mutation(
@@ -224,15 +228,81 @@ MUTATIONS = [
         topology('pre-3'),
     ),
     Mutation(
-        'attention: documents see each other',
+        'mla: RoPE turns the first dimensions',
         'layers.py',
-        'mask_BTS &= segments_BT[:, :, None] == segments_BT[:, None, :]',
-        'mask_BTS &= segments_BT[:, :, None] > -1',
+        'still, x = jnp.split(x_BTNH, [x_BTNH.shape[-1] - 2 * cos_BTh.shape[-1]], axis=-1)',
+        'x, still = jnp.split(x_BTNH, [2 * cos_BTh.shape[-1]], axis=-1)',
+        mixture('span'),
+    ),
+    Mutation('mla: inner norms with the eps of the others', 'mla.py', 'Norm(cfg, cfg.latent_norm_eps,', 'Norm(cfg, None,', mixture('span')),
+    Mutation(
+        'router: the bias weighs too',
+        'moe.py',
+        'weight = jnp.take_along_axis(score, expert, axis=-1)',
+        'weight = jnp.take_along_axis(ranked, expert, axis=-1)',
+        mixture('span'),
+    ),
+    Mutation(
+        'router: a group counts by its best expert alone',
+        'moe.py',
+        'jax.lax.top_k(inside, 2)[0].sum(-1)',
+        'inside.max(-1)',
+        mixture('span'),
+    ),
+    Mutation('router: no scale', 'moe.py', 'weight * cfg.router_scale', 'weight', mixture('span')),
+    Mutation(
+        'router: padding is routed',
+        'moe.py',
+        'jnp.where(real_BT[..., None], choice.expert_BTK, E)',
+        'choice.expert_BTK',
+        ('tests/test_moe.py::test_padding_reaches_no_expert_and_no_statistic',),
+    ),
+    Mutation(
+        'balance: padding counts',
+        'moe.py',
+        '& real_BT[..., None, None]',
+        '& (real_BT[..., None, None] | True)',
+        ('tests/test_moe.py::test_balance_by_its_definition',),
+    ),
+    Mutation(
+        'bias: moved the wrong way',
+        'step.py',
+        'jnp.sign(count_LE.mean(-1, keepdims=True) - count_LE)',
+        'jnp.sign(count_LE - count_LE.mean(-1, keepdims=True))',
+        ('tests/test_moe.py::test_the_bias_follows_the_load',),
+    ),
+    Mutation(
+        'capacity: counted over all rows',
+        'dispatch.py',
+        'return jax.vmap(row)(expert_BTK) & (expert_BTK < E)',
+        'return row(expert_BTK.reshape(-1, expert_BTK.shape[-1])).reshape(expert_BTK.shape) & (expert_BTK < E)',
+        ('tests/test_moe.py::test_within_capacity_counts_by_row_and_in_order',),
+    ),
+    Mutation(
+        'dispatch: a device forgets whose experts they are',
+        'dispatch.py',
+        '- E * jnp.arange(P)[:, None, None]',
+        '% E',
+        ('tests/test_moe.py::test_dispatch_is_the_loop_over_tokens',),
+    ),
+    Mutation('dispatch: weights not applied', 'dispatch.py', '* weight_NK.reshape(-1)[choice_M][:, None]', '* 1.0', mixture('span')),
+    Mutation(
+        'embedding: columns of the wrong device',
+        'embedding.py',
+        'jnp.moveaxis(x_Gbtd, 0, 2)',
+        'jnp.moveaxis(x_Gbtd[::-1], 0, 2)',
+        ('tests/test_meshes.py::test_a_mesh_changes_no_number[span-2x4 data fsdp]',),
+    ),
+    Mutation(
+        'attention: documents see each other',
+        'attention.py',
+        'mask_BTS & (segments_BT[:, :, None] == segments_BT[:, None, :])',
+        'mask_BTS',
         topology('pre-3'),
     ),
     Mutation(
         'attention: query heads grouped the other way',
-        'layers.py',
+        'attention.py',
         'q_BTNH.reshape(B, T, K, N // K, H)',
         'q_BTNH.reshape(B, T, N // K, K, H).swapaxes(2, 3)',
         topology('pre-3'),
@@ -245,7 +315,11 @@ MUTATIONS = [
         topology('hybrid-3'),
     ),
     Mutation(
-        'attention: score scale ignored', 'layers.py', 'H**-0.5 if cfg.attn_scale is None else cfg.attn_scale', 'H**-0.5', options('gemma')
+        'attention: score scale ignored',
+        'attention.py',
+        'cfg.resolved_head_dim**-0.5 if cfg.attn_scale is None else cfg.attn_scale',
+        'cfg.resolved_head_dim**-0.5',
+        options('gemma'),
     ),
     Mutation(
         'ffn: gate and up exchanged',
