@@ -182,7 +182,7 @@ class Attention(nn.Module):
         out_BTD = jnp.einsum('BTNJ,NJD->BTD', o_BTNJ.astype(dtype), w_NJD.astype(dtype), preferred_element_type=accumulator(cfg))
         if cfg.attn_bias:
             out_BTD += make(self, 'o_bias', (D,), ('width',), 'bias', Init())
-        return out_BTD, attention_stats(p_BKGTS, mask_BTS) if stats else {}
+        return out_BTD, {} if p_BKGTS is None else attention_stats(p_BKGTS, mask_BTS)
 
     def project(self, x_BTD: Float[Array, 'B T D']) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B S K H'], Float[Array, 'B S K J']]:
         """Queries, keys and values before their norms and RoPE."""

@@ -248,7 +248,7 @@ narrow_back.defvjp(_forward, _backward)
 def head_logits(cfg: ModelConfig, x_BTD: Float[Array, '... D'], w_DV: Float[Array, 'D V']) -> Float[Array, '... V']:
     """cap(scale * x W): logits in float32 (or wider)."""
     dtype = jnp.dtype(cfg.dtype)
-    logits = narrow_back(x_BTD.astype(dtype), w_DV.astype(dtype), accumulator(cfg))
+    logits: Array = narrow_back(x_BTD.astype(dtype), w_DV.astype(dtype), accumulator(cfg))
     logits *= cfg.logit_scale
     return logits if cfg.logit_soft_cap is None else cfg.logit_soft_cap * jnp.tanh(logits / cfg.logit_soft_cap)
 
