@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from spannorm_jax import distributed
 from spannorm_jax.errors import BadData, MissingInput, StorageError, UserError
 from spannorm_jax.step import TrainState
 
@@ -42,6 +43,24 @@ def disk_errors(action: str, path: Path) -> Iterator[None]:
         raise
 
 
+class _Background(logging.Handler):
+    """Hears of errors of Orbax's threads. Of several processes it only logs them, and waits long for the others, which wait for it."""
+
+    def __init__(self, folder: Path):
+        super().__init__(logging.ERROR)
+        self.folder, self.error = folder, None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = record.exc_info and record.exc_info[1]
+        if isinstance(found, Exception) and self.error is None:
+            try:
+                with disk_errors('write a checkpoint to', self.folder):
+                    raise found
+            except Exception as e:
+                self.error = e
+                distributed.leave(e)
+
+
 class Checkpoints:
     """The checkpoints of one run. Use as a context manager; leaving it waits for what is being written.
 
@@ -62,6 +81,9 @@ class Checkpoints:
         with disk_errors('read' if read_only else 'create', self.folder):
             if not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
+            self.background = _Background(self.folder)
+            if distributed.several() and not read_only:
+                logging.getLogger('absl').addHandler(self.background)
             self.manager = ocp.CheckpointManager(self.folder, options=options, item_names=ITEMS)
 
     def latest(self) -> int | None:
@@ -82,11 +104,14 @@ class Checkpoints:
         """Raise what a background write ran into, at once rather than at the next save."""
         with disk_errors('write a checkpoint to', self.folder):
             self.manager.check_for_errors()
+        if self.background.error is not None:
+            raise self.background.error
 
     def wait(self) -> int | None:
         """Wait until all is on disk; the newest committed step, as the disk has it."""
         with disk_errors('write a checkpoint to', self.folder):
             self.manager.wait_until_finished()
+            distributed.gather('the end of a checkpoint')
             self.manager.reload()
         return self.latest()
 
@@ -139,6 +164,7 @@ class Checkpoints:
         return repr(str(self.folder / str(step)))
 
     def close(self) -> None:
+        logging.getLogger('absl').removeHandler(self.background)
         self.manager.close()
 
     def __enter__(self) -> 'Checkpoints':

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 
 
 def train(args: 'cli.Train') -> int:
+    from spannorm_jax import distributed
     from spannorm_jax.progress import Progress
     from spannorm_jax.score import summary
     from spannorm_jax.train import fit
 
-    with Progress() as progress:
-        outcome = fit(args.settings, progress)
-    print(summary(args.settings, outcome))
+    with distributed.together():
+        with Progress() as progress:
+            outcome = fit(args.settings, progress)
+        if distributed.first():
+            print(summary(args.settings, outcome))
     return outcome.exit_code
 
 
@@ -51,11 +54,16 @@ def prepare(args: 'cli.Prepare') -> int:
 
 
 def evaluate(args: 'cli.Eval') -> int:
+    from spannorm_jax import distributed
     from spannorm_jax.score import score
 
     if args.tokens is not None and args.tokens < 1:
         raise UserError(f'eval: --tokens {args.tokens} must be at least 1')
-    found = score(find_run(args.run), args.split, args.tokens, args.source, args.mesh)
+    with distributed.together():
+        found = score(find_run(args.run), args.split, args.tokens, args.source, args.mesh)
+        speaks = distributed.first()
+    if not speaks:
+        return 0
     if args.json:
         print_json(found)
         return 0

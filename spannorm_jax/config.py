@@ -182,7 +182,7 @@ class Config:
 # Fields that say how a run is computed, watched and kept, not what it computes (up to rounding): they are outside its identity, and
 # may change when it goes on.
 HOW_NOT_WHAT = {
-    'model': ('remat', 'scan_unroll'),
+    'model': ('remat', 'scan_unroll', 'attn_kernel', 'expert_exchange'),
     'data': ('workers', 'cache'),
     'optim': ('loss_chunk',),
     'mesh': ('replica', 'data', 'fsdp', 'expert', 'sequence', 'tensor', 'devices', 'platform'),

@@ -4,12 +4,15 @@ Axes: N tokens, K experts per token, E experts (of this device), D width, M slot
 The number E in the place of an expert means none.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from spannorm_jax.sharding import target
 
 
 class Routes(NamedTuple):
@@ -39,22 +42,56 @@ spread.defvjp(lambda x, r: (spread(x, r), r), lambda r, g: (collect(g, r).astype
 collect.defvjp(lambda y, r: (collect(y, r), (r, jnp.zeros(0, y.dtype))), lambda res, g: (spread(g.astype(res[1].dtype), res[0]), None))
 
 
-def by_expert(expert_NK: Int[Array, 'N K'], E: int, slots: int | None = None) -> tuple[Routes, Int[Array, ' E'], Int[Array, ' M']]:
-    """Routes that put the choices of an expert side by side, in order of tokens; how many each has; the choice in each slot.
+class Groups(NamedTuple):
+    """Rows that belong to the experts one after another; the rows of each begin at a multiple of `tile`."""
 
-    slots: how many slots are enough; None is one for each choice.
+    size_E: Int[Array, ' E']  # multiples of tile
+    expert_M: Int[Array, ' M']  # expert of each row; of those behind the last group, any
+    tile: int
+
+
+def by_expert(expert_NK: Int[Array, 'N K'], E: int, slots: int | None = None) -> tuple[Routes, Groups, Int[Array, ' M']]:
+    """Routes that put the choices of an expert side by side, in order of tokens; these groups; and the choice in each slot.
+
+    slots: how many places for choices are enough; None is one for each choice.
     """
     N, K = expert_NK.shape
-    M = N * K if slots is None else min(slots, N * K)
+    room = N * K if slots is None else min(slots, N * K)
+    tile = tile_for(room, E)
+    M = room if tile == 1 else (room // tile + E) * tile
     flat = expert_NK.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    slot = jnp.argsort(order).reshape(N, K)
-    sizes_E = (flat[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32)
-    choice_M = order[:M]
-    return Routes(choice_M // K, flat[choice_M] < E, slot, (expert_NK < E) & (slot < M)), sizes_E, choice_M
+    count_E = (flat[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32)
+    size_E = -(-count_E // tile) * tile
+    first_E, start_E = jnp.cumsum(count_E) - count_E, jnp.cumsum(size_E) - size_E  # in order, and in slots
+
+    expert_M = jnp.minimum(jnp.searchsorted(jnp.cumsum(size_E), jnp.arange(M), side='right'), E - 1)
+    rank_M = jnp.arange(M) - start_E[expert_M]
+    taken_M = rank_M < count_E[expert_M]
+    choice_M = order[jnp.where(taken_M, first_E[expert_M] + rank_M, 0)]
+    own = jnp.minimum(flat, E - 1)
+    slot = (start_E[own] + jnp.argsort(order) - first_E[own]).reshape(N, K)
+    routes = Routes(choice_M // K, taken_M, slot, (expert_NK < E) & (slot < M))
+    return routes, Groups(size_E, expert_M, tile), choice_M
 
 
-Experts = Callable[[Float[Array, 'M D'], Int[Array, ' E'], Int[Array, ' M']], Float[Array, 'M D']]
+def tile_for(rows: int, E: int) -> int:
+    """Rows of one product. XLA:CPU would multiply every row with every expert; there a group is a number of equal dense products."""
+    if target()[0] != 'cpu':
+        return 1
+    return min(128, max(8, 2 ** (rows // (2 * E)).bit_length() // 2))
+
+
+def grouped_dot(x_MD: Float[Array, 'M D'], w_EDF: Float[Array, 'E D F'], groups: Groups) -> Float[Array, 'M F']:
+    """Each row times the matrix of its expert. Rows behind the last group are not meant to be read."""
+    if groups.tile == 1:
+        return jax.lax.ragged_dot(x_MD, w_EDF, groups.size_E)
+    x_GtD = x_MD.reshape(-1, groups.tile, x_MD.shape[-1])
+    y_GtF = jnp.einsum('GtD,GDF->GtF', x_GtD, w_EDF[groups.expert_M[:: groups.tile]])
+    return y_GtF.reshape(len(x_MD), -1)
+
+
+Experts = Callable[[Float[Array, 'M D'], Groups], Float[Array, 'M D']]
 
 
 def local(
@@ -65,11 +102,27 @@ def local(
     E: int,
     slots: int | None = None,
 ) -> Float[Array, 'N D']:
-    """y = sum_k weight_k Expert_{expert_k}(x), every choice computed. `experts(x, sizes, expert)` works on rows sorted by expert."""
-    routes, sizes_E, choice_M = by_expert(expert_NK, E, slots)
-    y_MD = experts(spread(x_ND, routes), sizes_E, expert_NK.reshape(-1)[choice_M])
-    weighted_MD = y_MD * weight_NK.reshape(-1)[choice_M][:, None]  # in float32, rounded once
-    return collect(weighted_MD.astype(y_MD.dtype), routes)
+    """y = sum_k weight_k Expert_{expert_k}(x), every choice computed. `experts(x, groups)` gives one row for each row of x."""
+    routes, groups, choice_M = by_expert(expert_NK, E, slots)
+    weighted_MD = experts(spread(x_ND, routes), groups)
+    # In float32, rounded once.
+    weighted_MD = (weighted_MD * weight_NK.reshape(-1)[choice_M][:, None]).astype(weighted_MD.dtype)
+    return collect(weighted_MD, routes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def travel_ragged(axis: str, x_MD: Float[Array, 'M D'], send_P: Int[Array, ' P'], come_P: Int[Array, ' P']) -> Float[Array, 'M D']:
+    """The first send_P[p] of the p-th M / P rows go to device p, which has as many places for those of each other one; the rest is 0."""
+    C = len(x_MD) // len(send_P)
+    here = jnp.arange(len(send_P)) * C
+    there = jnp.full(len(send_P), jax.lax.axis_index(axis) * C)
+    return jax.lax.ragged_all_to_all(x_MD, jnp.zeros_like(x_MD), here, send_P, there, come_P, axis_name=axis)
+
+
+travel_ragged.defvjp(
+    lambda axis, x, send, come: (travel_ragged(axis, x, send, come), (send, come)),
+    lambda axis, sizes, g: (travel_ragged(axis, g, *reversed(sizes)), None, None),
+)
 
 
 def over_devices(
@@ -82,11 +135,13 @@ def over_devices(
     axis: str,
     room: int | None = None,
     slots: int | None = None,
+    ragged: bool = False,
 ) -> Float[Array, 'N D']:
     """The same under shard_map, where device p along `axis` holds experts p E .. (p + 1) E - 1; `expert_NK` counts over all of them.
 
     A token travels once to each device that holds any of its experts; what these give is summed there and travels back. Every device
-    has `room` places for the tokens of every other one; None is a place for each of them, so that none is ever left behind.
+    has `room` places for the tokens of every other one; None is a place for each of them, so that none is ever left behind. Empty places
+    travel too, unless `ragged`, which not every platform has.
     """
     N, D = x_ND.shape
     K, C = expert_NK.shape[1], N if room is None else min(room, N)
@@ -97,12 +152,20 @@ def over_devices(
     taken_PC = jnp.arange(C) < wanted_NP.sum(0)[:, None]
     routes = Routes(source_PC.reshape(-1), taken_PC.reshape(-1), jnp.arange(P) * C + place_NP, wanted_NP & (place_NP < C))
 
-    travel = lambda a: jax.lax.all_to_all(a.reshape(P, C, -1), axis, 0, 0).reshape(P * C, -1)  # noqa: E731
+    sent_P = jnp.minimum(wanted_NP.sum(0), C)
+    come_P = jax.lax.all_to_all(sent_P, axis, 0, 0, tiled=True) if ragged else sent_P
+
+    def travel(a: Array, back: bool = False) -> Any:
+        if ragged:
+            return travel_ragged(axis, a, *((come_P, sent_P) if back else (sent_P, come_P)))
+        return jax.lax.all_to_all(a.reshape(P, C, -1), axis, 0, 0).reshape(P * C, -1)
+
     theirs_PCK = expert_NK[source_PC] - E * jnp.arange(P)[:, None, None]
     here_PCK = (theirs_PCK >= 0) & (theirs_PCK < E) & taken_PC[..., None]
-    arrived = travel(jnp.where(here_PCK, theirs_PCK, E))
+    # What does not arrive reads as 0, so that none must be 0 while it travels.
+    arrived = travel((jnp.where(here_PCK, theirs_PCK, E) - E).reshape(P * C, -1)) + E
     y_MD = local(experts, travel(spread(x_ND, routes)), arrived, travel(spread(weight_NK, routes)), E, slots or P * C * min(K, E))
-    return collect(travel(y_MD.astype(x_ND.dtype)), routes)
+    return collect(travel(y_MD.astype(x_ND.dtype), back=True), routes)
 
 
 def within_capacity(expert_BTK: Int[Array, 'B T K'], E: int, capacity: int) -> Bool[Array, 'B T K']:
@@ -116,8 +179,3 @@ def within_capacity(expert_BTK: Int[Array, 'B T K'], E: int, capacity: int) -> B
         return (rank[jnp.argsort(order)] < capacity).reshape(expert_TK.shape)
 
     return jax.vmap(row)(expert_BTK) & (expert_BTK < E)
-
-
-def grouped_dot(x_MD: Float[Array, 'M D'], w_EDF: Float[Array, 'E D F'], sizes_E: Int[Array, ' E']) -> Float[Array, 'M F']:
-    """x of group e times w[e]; groups lie one after another and sizes_E long. What lies beyond the last group is not meant to be read."""
-    return jax.lax.ragged_dot(x_MD, w_EDF, sizes_E)

@@ -34,6 +34,16 @@ class StorageError(UserError):
     exit_code = 74
 
 
+class ProcessLost(UserError):
+    """Another process of the run was lost, or ended first: exit code 75 (run again to go on), or that of the other."""
+
+    exit_code = 75
+
+    def __init__(self, message: str, code: int = 75):
+        super().__init__(message)
+        self.exit_code = code
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A sentence that names the closest known name, or lists them all when none is close."""
     known = sorted(known)

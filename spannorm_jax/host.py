@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spannorm_jax import distributed
 from spannorm_jax.chips import PEAK_FLOPS
 from spannorm_jax.config import Config
 from spannorm_jax.errors import UserError
@@ -41,7 +42,7 @@ def alone(folder: Path) -> Iterator[None]:
 
     Raises: UserError where another one holds it.
     """
-    if fcntl is None:  # Windows has no flock, and cannot open a folder
+    if fcntl is None or not distributed.first():  # Windows has no flock, and cannot open a folder; one process holds it for all of a run
         yield
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -77,9 +78,10 @@ class Signals:
         return self.seen
 
     def check(self) -> None:
-        """Raise Interrupted if a signal has come."""
+        """Raise Interrupted if a signal has come, ProcessLost where another process has ended the run."""
+        distributed.check()
         if self.seen:
-            raise Interrupted
+            raise Interrupted('interrupted before the first step')
 
     def __enter__(self) -> 'Signals':
         for number in self.numbers:

@@ -9,21 +9,20 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from spannorm_jax.attention import attention
 from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import Init, make, matrix_init
 from spannorm_jax.model_config import ModelConfig
-from spannorm_jax.sharding import constrain, pieces
-
-PART_SCORES = 2**24  # 64 MiB in float32
-MASKED = -1e30  # finite, so that a row of masked scores gives a uniform softmax and no NaN
+from spannorm_jax.sharding import constrain
 
 
 class Context(NamedTuple):
     """What every block sees besides the stream; computed once, outside the scan over layers."""
 
-    segments_BT: Array | None  # positions of different segments do not see each other; 0 is padding; None: one segment
+    segments_BT: Array | None  # positions of different segments do not see each other; None: all are one
+    real_BT: Array | None  # False for padding; None: there is none
     rope_BTh: tuple[Array, Array] | None  # cos and sin
     dropout_key: Array | None = None  # None: no dropout
 
@@ -41,16 +40,12 @@ def context(
     segments_BT: Int[Array, 'B T'] | None = None,
     dropout_key: Array | None = None,
 ) -> Context:
-    """Segments and rotary angles of packed rows."""
+    """Segments and rotary angles of packed rows; segment 0 is padding. Without document_mask a row is one document."""
+    real_BT = None if segments_BT is None else segments_BT > 0
+    if not cfg.document_mask:
+        positions_BT, segments_BT = jnp.broadcast_to(jnp.arange(positions_BT.shape[1]), positions_BT.shape), None
     rope = None if cfg.positions == 'none' else rope_angles(positions_BT, cfg.rotated_dim, cfg.rope_theta)
-    return Context(segments_BT, rope, dropout_key)
-
-
-def may_see(T: int, segments_BT: Int[Array, 'B T'] | None, causal: bool) -> Bool[Array, '#B T S']:
-    """Whether position t may look at position s: not at later ones (causal), nor at those of another segment."""
-    t = jnp.arange(T)
-    mask_BTS = (t[:, None] >= t[None, :])[None] if causal else jnp.ones((1, T, T), bool)
-    return mask_BTS if segments_BT is None else mask_BTS & (segments_BT[:, :, None] == segments_BT[:, None, :])
+    return Context(segments_BT, real_BT, rope, dropout_key)
 
 
 def rope_angles(positions_BT: Int[Array, 'B T'], head_dim: int, theta: float) -> tuple[Array, Array]:
@@ -107,48 +102,6 @@ def standardize(x: Array, kind: str, eps: float, split: str | None = None) -> Ar
     return x * jax.lax.rsqrt(mean(jnp.square(x)) + eps)
 
 
-def attend(
-    q_BTNH: Float[Array, 'B T N H'],
-    k_BSKH: Float[Array, 'B S K H'],
-    v_BSKJ: Float[Array, 'B S K J'],
-    mask_BTS: Bool[Array, '#B T S'],
-    scale: float,
-    soft_cap: float | None = None,
-) -> tuple[Float[Array, 'B T N J'], Float[Array, 'B K G T S']]:
-    """softmax(cap(scale q k) + mask) v; query head n reads kv head n // (N/K). Returns the result and the probabilities (float32)."""
-    B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-    score_BKGTS = jnp.einsum('BTKGH,BSKH->BKGTS', q_BTKGH, k_BSKH, preferred_element_type=wide) * scale
-    if soft_cap is not None:
-        score_BKGTS = soft_cap * jnp.tanh(score_BKGTS / soft_cap)
-    score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, MASKED)
-    p_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1)
-    out = jnp.einsum('BKGTS,BSKJ->BTKGJ', p_BKGTS.astype(v_BSKJ.dtype), v_BSKJ)
-    return out.reshape(B, T, N, -1), p_BKGTS
-
-
-def attend_in_parts(q_BTNH: Array, k_BSKH: Array, v_BSKJ: Array, mask_BTS: Array, scale: float, soft_cap: float | None = None) -> Array:
-    """The result of `attend`, some queries after the others, so that at most PART_SCORES scores per device exist at a time.
-
-    Scores are computed again in the backward pass. A part takes every P-th query, so that every shard of the positions has some.
-    """
-    B, T, N = q_BTNH.shape[:3]
-    scores = B * N * T * k_BSKH.shape[1] / (pieces('rows') * pieces('positions') * pieces('heads'))
-    P = next((p for p in range(1, T + 1) if T % p == 0 and scores / p <= PART_SCORES and T // p % pieces('positions') == 0), 1)
-    if P == 1:
-        return attend(q_BTNH, k_BSKH, v_BSKJ, mask_BTS, scale, soft_cap)[0]
-    one = jax.checkpoint(lambda q, k, v, mask: attend(q, k, v, mask, scale, soft_cap)[0], prevent_cse=False)
-
-    def split(x):  # (B, T, ...) -> (P, B, T / P, ...)
-        return jnp.moveaxis(x.reshape(x.shape[0], T // P, P, *x.shape[2:]), 2, 0)
-
-    q_PBtNH = constrain(split(q_BTNH), None, 'rows', 'positions', 'heads', None)
-    _, o_PBtNJ = jax.lax.scan(lambda _, qm: (None, one(qm[0], k_BSKH, v_BSKJ, qm[1])), None, (q_PBtNH, split(mask_BTS)))
-    return jnp.moveaxis(o_PBtNJ, 0, 2).reshape(B, T, N, -1)
-
-
 class Attention(nn.Module):
     """Multi-head or grouped-query attention with its output projection: (B, T, D) -> (B, T, D) and statistics.
 
@@ -160,7 +113,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: Float[Array, 'B T D'], ctx: Context, norms: str = '', stats: bool = False):
-        cfg, dtype, (_, T, D) = self.cfg, jnp.dtype(self.cfg.dtype), x_BTD.shape
+        cfg, dtype, D = self.cfg, jnp.dtype(self.cfg.dtype), x_BTD.shape[-1]
         q_BTNH, k_BSKH, v_BSKJ = self.project(x_BTD.astype(dtype))
         kind = 'head' if norms == 'qkv' and cfg.qk_norm == 'none' else cfg.qk_norm
         q_BTNH, k_BSKH = self.head_norm('q', q_BTNH, kind), self.head_norm('k', k_BSKH, kind)
@@ -170,10 +123,7 @@ class Attention(nn.Module):
         # Where rows are split along their positions, queries stay where they are and keys and values are gathered.
         q_BTNH = constrain(q_BTNH, 'rows', 'positions', 'heads', None)
         k_BSKH, v_BSKJ = (constrain(z, 'rows', None, 'kv', None) for z in (k_BSKH, v_BSKJ))
-        scale = cfg.resolved_head_dim**-0.5 if cfg.attn_scale is None else cfg.attn_scale
-        mask_BTS = may_see(T, ctx.segments_BT, self.causal)
-        operands = q_BTNH, k_BSKH, v_BSKJ, mask_BTS, scale, cfg.attn_soft_cap
-        o_BTNJ, p_BKGTS = attend(*operands) if stats else (attend_in_parts(*operands), None)
+        o_BTNJ, found = attention(cfg, q_BTNH, k_BSKH, v_BSKJ, ctx.segments_BT, self.causal, stats)
 
         N, J = o_BTNJ.shape[2:]
         if norms == 'inner':
@@ -182,7 +132,7 @@ class Attention(nn.Module):
         out_BTD = jnp.einsum('BTNJ,NJD->BTD', o_BTNJ.astype(dtype), w_NJD.astype(dtype), preferred_element_type=accumulator(cfg))
         if cfg.attn_bias:
             out_BTD += make(self, 'o_bias', (D,), ('width',), 'bias', Init())
-        return out_BTD, {} if p_BKGTS is None else attention_stats(p_BKGTS, mask_BTS)
+        return out_BTD, found
 
     def project(self, x_BTD: Float[Array, 'B T D']) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B S K H'], Float[Array, 'B S K J']]:
         """Queries, keys and values before their norms and RoPE."""
@@ -202,15 +152,6 @@ class Attention(nn.Module):
             return x_BTNH
         flat = x_BTNH.reshape(*x_BTNH.shape[:2], -1) if kind == 'whole' else x_BTNH
         return Norm(self.cfg, name=f'norm_{name}')(flat).reshape(x_BTNH.shape).astype(x_BTNH.dtype)
-
-
-def attention_stats(p_BKGTS: Float[Array, 'B K G T S'], mask_BTS: Bool[Array, '#B T S']) -> dict[str, Float[Array, '']]:
-    """Mean entropy of the attention rows over the log of the positions each may see (rows that see one position are left out)."""
-    visible_BT = mask_BTS.sum(-1)
-    row_BKGT = -jax.scipy.special.xlogy(p_BKGTS, p_BKGTS).sum(-1)
-    several = jnp.broadcast_to((visible_BT > 1)[:, None, None], row_BKGT.shape)
-    share = row_BKGT / jnp.log(jnp.maximum(visible_BT, 2))[:, None, None]
-    return {'attn_entropy': jnp.where(several, share, 0).sum() / jnp.maximum(several.sum(), 1)}
 
 
 ACTIVATIONS = {

@@ -102,10 +102,9 @@ class Block(nn.Module):
             return sum(sums[site])
 
         attn_module = (LatentAttention if cfg.attention == 'mla' else Attention)(cfg, self.causal, name='attn')
-        ffn_module = Moe(cfg, name='ffn') if moe else Mlp(cfg, name='ffn')
-        real_BT = None if ctx.segments_BT is None else ctx.segments_BT > 0
+        ffn_module: Any = Moe(cfg, name='ffn') if moe else Mlp(cfg, name='ffn')
         attn = sublayer('attn', lambda x, norms: attn_module(x, ctx, norms, bool(self.collect)), 0)
-        ffn = sublayer('ffn', lambda x, norms: ffn_module(x, real_BT, norms) if moe else (ffn_module(x, norms), {}), 1)
+        ffn = sublayer('ffn', lambda x, norms: ffn_module(x, ctx.real_BT, norms) if moe else (ffn_module(x, norms), {}), 1)
         c = SimpleNamespace(cfg=cfg, param=param, add=add, **coef)
         stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
         stream = rule(stream, attn, ffn, norm, c)
@@ -248,7 +247,7 @@ narrow_back.defvjp(_forward, _backward)
 def head_logits(cfg: ModelConfig, x_BTD: Float[Array, '... D'], w_DV: Float[Array, 'D V']) -> Float[Array, '... V']:
     """cap(scale * x W): logits in float32 (or wider)."""
     dtype = jnp.dtype(cfg.dtype)
-    logits: Array = narrow_back(x_BTD.astype(dtype), w_DV.astype(dtype), accumulator(cfg))
+    logits: Any = narrow_back(x_BTD.astype(dtype), w_DV.astype(dtype), accumulator(cfg))
     logits *= cfg.logit_scale
     return logits if cfg.logit_soft_cap is None else cfg.logit_soft_cap * jnp.tanh(logits / cfg.logit_soft_cap)
 

@@ -12,7 +12,7 @@ GATED = ('swiglu', 'geglu', 'geglu_tanh')
 MLA = ('q_latent', 'kv_latent', 'nope_dim', 'rope_dim', 'v_dim', 'latent_norm_eps')
 MOE = (
     'experts_per_token', 'expert_ffn', 'shared_experts', 'first_dense', 'router', 'router_bias', 'router_normalize', 'router_scale',
-    'expert_groups', 'groups_per_token', 'capacity_factor', 'balance',
+    'expert_groups', 'groups_per_token', 'capacity_factor', 'expert_exchange', 'balance',
 )  # fmt: skip
 
 
@@ -75,6 +75,8 @@ class ModelConfig:
     groups_per_token: int = 1
     capacity_factor: float | None = None
     """None drops no token. Else an expert takes at most this many times its even share of each row, first come first served."""
+    expert_exchange: Literal['padded', 'ragged'] = 'padded'
+    """How tokens travel over mesh.expert: with the empty places, which every platform can, or without (TPU v5p, v6e, GPU)."""
     balance: Literal['sequence', 'batch'] = 'sequence'
     """Over what the balance loss (optim.balance_loss) counts the load: each row, or the whole micro-batch."""
 
@@ -101,6 +103,10 @@ class ModelConfig:
     """Norm of queries and keys before RoPE: over each head, or over all heads at once (OLMo 2)."""
     v_norm: bool = False
     """Norm of the values too, over each head."""
+    attn_kernel: Literal['auto', 'xla', 'splash', 'cudnn'] = 'auto'
+    """auto: the fastest one that can do it on the devices at hand. splash (TPU), cudnn (GPU), xla (everywhere)."""
+    document_mask: bool = True
+    """Attention stays within a document, and positions start again in each; else a row is one document."""
     attn_bias: bool = False
     """Biases on q, k, v and the attention output projection."""
     mlp_bias: bool = False

@@ -106,9 +106,9 @@ class Moe(nn.Module):
             expert_BTK = jnp.where(kept_BTK, expert_BTK, E)
         stats['dropped'] = 1 - (expert_BTK < E).sum() / jnp.maximum(stats['count'].sum(), 1)
 
-        axes = {'gate': ('experts', 'width', 'ffn'), 'up': ('experts', 'width', 'ffn'), 'down': ('experts', 'ffn', 'width')}
-        if not cfg.gated:
-            del axes['gate']
+        axes: dict[str, tuple[str, ...]] = {'up': ('experts', 'width', 'ffn'), 'down': ('experts', 'ffn', 'width')}
+        if cfg.gated:
+            axes['gate'] = axes['up']
         shapes = {name: (E, F, D) if name == 'down' else (E, D, F) for name in axes}
         weights = {}
         for name, shape in shapes.items():
@@ -130,22 +130,15 @@ class Moe(nn.Module):
 
 
 def expert_ffn(
-    cfg: ModelConfig,
-    w: dict[str, Array],
-    split: str | None,
-    x_MD: Float[Array, 'M D'],
-    sizes_E: Int[Array, ' E'],
-    expert_M: Int[Array, ' M'],
+    cfg: ModelConfig, w: dict[str, Array], split: str | None, x_MD: Float[Array, 'M D'], groups: dispatch.Groups
 ) -> Float[Array, 'M D']:
     """down(act(gate x) * up x) of each row's expert; a partial sum where the mesh axis `split` holds parts of the hidden units."""
-    dot = functools.partial(dispatch.grouped_dot, x_MD, sizes_E=sizes_E)
-    act = ACTIVATIONS[cfg.activation]
-    h_MF = act(dot(w['gate'])) * dot(w['up']) if cfg.gated else act(dot(w['up']))
+    act, dot = ACTIVATIONS[cfg.activation], functools.partial(dispatch.grouped_dot, groups=groups)
+    h_MF = act(dot(x_MD, w['gate'])) * dot(x_MD, w['up']) if cfg.gated else act(dot(x_MD, w['up']))
     if 'gain' in w:
-        own = jnp.minimum(expert_M, len(sizes_E) - 1)
-        h_MF = standardize(h_MF.astype(accumulator(cfg)), cfg.norm, cfg.norm_eps, split) * w['gain'][own]
-        h_MF = h_MF + w['bias'][own] if 'bias' in w else h_MF
-    return dispatch.grouped_dot(h_MF.astype(x_MD.dtype), w['down'], sizes_E)
+        h_MF = standardize(h_MF.astype(accumulator(cfg)), cfg.norm, cfg.norm_eps, split) * w['gain'][groups.expert_M]
+        h_MF = h_MF + w['bias'][groups.expert_M] if 'bias' in w else h_MF
+    return dot(h_MF.astype(x_MD.dtype), w['down'])
 
 
 def routed(
@@ -162,7 +155,8 @@ def routed(
     flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
     if mesh.empty or mesh.size == 1:
         slots = None if capacity is None else len(x_BTD) * capacity * E
-        out_ND = dispatch.local(functools.partial(expert_ffn, cfg, weights, None), *map(flat, (x_BTD, expert_BTK, weight_BTK)), E, slots)
+        experts = functools.partial(expert_ffn, cfg, weights, None)
+        out_ND = dispatch.local(experts, flat(x_BTD), flat(expert_BTK), flat(weight_BTK), E, slots)
         return out_ND.reshape(x_BTD.shape)
 
     tokens = spec(('rows', 'positions', None), x_BTD.shape, mesh)[0]
@@ -185,7 +179,9 @@ def routed(
             room = len(x_BTD) * capacity * (E // P)
             slots = P * room
         if over:
-            out_ND = dispatch.over_devices(experts, x_ND, expert_NK, weight_NK, E // P, P, over, room, slots)
+            out_ND = dispatch.over_devices(
+                experts, x_ND, expert_NK, weight_NK, E // P, P, over, room, slots, cfg.expert_exchange == 'ragged'
+            )
         else:
             out_ND = dispatch.local(experts, x_ND, expert_NK, weight_NK, E, slots)
         if split:

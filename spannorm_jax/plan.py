@@ -4,15 +4,16 @@ import math
 import os
 import re
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
 from spannorm_jax import hlo, sharding
+from spannorm_jax.attention import choose_kernel
 from spannorm_jax.chips import Chips
-from spannorm_jax.config import Config
+from spannorm_jax.config import Config, edit
 from spannorm_jax.errors import UserError
 from spannorm_jax.model import count_params, each_param, flops_per_token
 from spannorm_jax.program import Program, program
@@ -63,7 +64,8 @@ class Plan:
     compiler_flops: float | None  # of one chip, XLA's own count, a loop's body taken once; None where XLA has none
     traced_flops_once: float  # of one chip, the same count of the traced step
     collectives: list[Traffic]
-    attention_kernel: str
+    attention_kernel: str  # that will run
+    compiled_kernel: str  # the one in this plan: xla where the library of the other is not here
     floor_s: float
     floor_of: dict[str, float]  # seconds by what limits
     floor_formula: str
@@ -93,10 +95,10 @@ def devices_of(chips: Chips) -> list[Any]:
         raise UserError(f'--chips {chips}: its compiler knows no such topology ({str(e).splitlines()[0][:200]})') from e
 
 
-def installed(extra: str) -> bool:
+def installed(what: str) -> bool:
     import importlib.util
 
-    names = ('libtpu',) if extra == 'tpu' else ('jax_cuda12_plugin', 'jax_cuda13_plugin')
+    names = {'tpu': ('libtpu',), 'cuda': ('jax_cuda12_plugin', 'jax_cuda13_plugin'), 'cudnn': ('nvidia',)}[what]
     return any(importlib.util.find_spec(name) is not None for name in names)
 
 
@@ -106,8 +108,12 @@ def plan(cfg: Config, chips: Chips) -> Plan:
     Raises: UserError (no compiler, a mesh that does not fit the number of chips, a batch that does not divide over it). A program that
     is too large for the chips is no error: then `fits` is False and `why` says what the compiler said.
     """
-    made = program(cfg, sharding.make_mesh(cfg.mesh, devices_of(chips)))
-    return compiled_plan(made, chips)
+    mesh = sharding.make_mesh(cfg.mesh, devices_of(chips))
+    with jax.set_mesh(mesh):
+        kernel, notes = choose_kernel(cfg.model, cfg.data.seq)
+    here = edit(cfg, {'model.attn_kernel': 'xla'}) if kernel == 'cudnn' and not installed('cudnn') else cfg
+    found = compiled_plan(program(here, mesh), chips)
+    return replace(found, attention_kernel=kernel, notes=[*found.notes, *notes])
 
 
 def compiled_plan(made: Program, chips: Chips) -> Plan:
@@ -115,6 +121,7 @@ def compiled_plan(made: Program, chips: Chips) -> Plan:
     cfg, mesh = made.cfg, made.mesh
     begun = time.perf_counter()
     with jax.set_mesh(mesh):
+        kernel, _ = choose_kernel(cfg.model, cfg.data.seq)
         traced = made.step().trace(made.abstract, made.batch)
         arguments = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves((made.abstract, made.batch)))
         compiled, why = None, ''
@@ -150,7 +157,8 @@ def compiled_plan(made: Program, chips: Chips) -> Plan:
         compiler_flops=cost.get('flops') if cost else None,
         traced_flops_once=hlo.matmul_flops(traced.jaxpr.jaxpr, once=True) / mesh.size,
         collectives=traffic,
-        attention_kernel='xla',
+        attention_kernel=kernel,
+        compiled_kernel=kernel,
         floor_s=max(of.values()),
         floor_of=of,
         floor_formula=FLOOR,

@@ -25,5 +25,6 @@ def lines(p: Plan) -> Iterator[str]:
             yield f'  {t.kind} over {t.axes}: {t.runs} a step, {t.bytes / 1e9:.3f} GB sent per chip{crossing}'
     parts = ', '.join(f'{what} {1000 * s:.1f}' for what, s in p.floor_of.items() if s)
     yield f'  step takes at least {1000 * p.floor_s:.1f} ms = {p.floor_formula} (ms: {parts})'
-    yield f'  attention kernel: {p.attention_kernel}; compiled in {p.compile_s:.1f} s'
+    compiled = '' if p.compiled_kernel == p.attention_kernel else f' (compiled here with {p.compiled_kernel})'
+    yield f'  attention kernel: {p.attention_kernel}{compiled}; compiled in {p.compile_s:.1f} s'
     yield from (f'  sharding: {note}' for note in p.notes)

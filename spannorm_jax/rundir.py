@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spannorm_jax import load
+from spannorm_jax import distributed, load
 from spannorm_jax.checkpoint import disk_errors
 from spannorm_jax.config import HOW_NOT_WHAT, Config, edit, from_dict, run_id, to_dict
-from spannorm_jax.errors import BadData, StorageError, UserError
+from spannorm_jax.errors import BadData, ProcessLost, StorageError, UserError
 from spannorm_jax.model import count_params
 
 SMOOTHING = 20  # steps: a loss is judged by the mean of the last 20
@@ -183,11 +183,24 @@ def finished(cfg: Config, folder: Path) -> Outcome | None:
 
 def look(cfg: Config, folder: Path) -> Outcome | None:
     """The outcome of a run that has nothing left to do. Raises UserError where the folder holds a run of another configuration."""
+    found = distributed.from_first('the look at the run', lambda: _look(cfg, folder))
+    return None if found is None else Outcome(**found)
+
+
+def _look(cfg: Config, folder: Path) -> dict[str, Any] | None:
     with disk_errors('read', folder):
         then = read_config(folder)
         if then is not None:
             check_resumable(then, cfg, folder)
-        return finished(cfg, folder)
+        found = finished(cfg, folder)
+        return None if found is None else dataclasses.asdict(found)
+
+
+def failed(error: Exception, step: int) -> Outcome:
+    """The outcome of a run that an error ended; that another process was lost is no failure of its own."""
+    if isinstance(error, ProcessLost) and error.exit_code == ProcessLost.exit_code:
+        return Outcome('preempted', step, str(error)[:2000])
+    return Outcome('failed', step, f'{type(error).__name__}: {error}'[:2000])
 
 
 def interrupted_early(folder: Path) -> Outcome:
@@ -199,7 +212,9 @@ def interrupted_early(folder: Path) -> Outcome:
 
 
 def write_json(path: Path, tree: Any) -> None:
-    """All or nothing: a reader never sees half a file."""
+    """All or nothing: a reader never sees half a file. Of several processes one writes."""
+    if not distributed.first():
+        return
     with disk_errors('write', path):
         part = path.with_suffix('.part')
         part.write_text(json.dumps(tree, indent=1, allow_nan=False) + '\n', 'utf-8')

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spannorm_jax import sharding
+from spannorm_jax import distributed, sharding
 from spannorm_jax.checkpoint import Checkpoints
 from spannorm_jax.config import Config, MeshConfig, edit
 from spannorm_jax.data import open_data
@@ -38,7 +38,8 @@ def score(run: Path, split: str, max_tokens: int | None, source: str | None, mes
         cfg = edit(cfg, {'data.source': source})
     use_compilation_cache()
     mesh = sharding.make_mesh(mesh_cfg)
-    corpus = open_data(cfg.data)
+    distributed.check_mesh(mesh)
+    corpus = distributed.prepared_by_first('the data', lambda: open_data(cfg.data))
     params, step, trained_on = restore_params(run, cfg, mesh)
     if source is None and trained_on != corpus.hash:
         raise BadData(

@@ -79,7 +79,7 @@ def _arranged(devices: list[Any], sizes: list[int]) -> np.ndarray:
 
 
 def check_batch(cfg: Config, mesh: Mesh) -> None:
-    """Raise UserError where the rows of one micro-batch do not divide over the mesh."""
+    """Raise UserError where the rows of one micro-batch, their positions or the experts do not divide over the mesh."""
     rows, shards = cfg.data.batch // cfg.optim.accumulate, math.prod(mesh.shape[a] for a in BATCH)
     if rows % shards:
         micro = f' / optim.accumulate = {cfg.optim.accumulate}' if cfg.optim.accumulate > 1 else ''
@@ -87,6 +87,10 @@ def check_batch(cfg: Config, mesh: Mesh) -> None:
         raise UserError(
             f'data.batch = {cfg.data.batch}{micro} does not divide over mesh.{" x ".join(axes)} = '
             f'{" x ".join(str(mesh.shape[a]) for a in axes)}; change the batch, or use fewer devices (mesh.devices)'
+        )
+    if cfg.model.experts % mesh.shape['expert']:
+        raise UserError(
+            f'model.experts = {cfg.model.experts} does not divide over mesh.expert = {mesh.shape["expert"]}; change one of them'
         )
     if cfg.data.seq % mesh.shape['sequence']:
         raise UserError(f'data.seq = {cfg.data.seq} does not divide over mesh.sequence = {mesh.shape["sequence"]}; change one of them')
@@ -115,6 +119,14 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh.empty or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh)[0])
+
+
+def target() -> tuple[str, str]:
+    """Platform and kind of the devices that programs are made for: those of the mesh that is set, else this process's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        device = jax.config.values['jax_default_device'] or jax.devices()[0]
+    return device.platform, device.device_kind
 
 
 def pieces(axis: str) -> int:

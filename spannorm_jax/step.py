@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 from spannorm_jax.config import Config, ModelConfig, OptimConfig
 from spannorm_jax.initializers import is_param
@@ -145,10 +146,8 @@ def balance(model: ModelConfig, infos: Any, params: Any, count_LE: jax.Array, ra
     Source: arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
     lower_LE = jnp.sign(count_LE.mean(-1, keepdims=True) - count_LE)
-    moved = [
-        w + rate * lower_LE[layers.start : layers.stop] if info.role == FROZEN else w
-        for (_, layers, info), (_, _, w) in zip(each_param(model, infos), each_param(model, params), strict=True)
-    ]
+    leaves = zip(each_param(model, infos), jax.tree.leaves(params), strict=True)
+    moved = [w + rate * lower_LE[np.asarray(layers)] if info.role == FROZEN else w for (_, layers, info), w in leaves]
     return jax.tree.unflatten(jax.tree.structure(params), moved)
 
 
@@ -156,9 +155,9 @@ def load_metrics(model: ModelConfig, infos: Any, count_LE: jax.Array, params: An
     """moe/load: share of all choices, (L, E); moe/max_over_mean and moe/bias_norm, (L,). Null for a dense block."""
     load_LE = count_LE / count_LE.sum(-1, keepdims=True)
     norm_L = jnp.full(model.layers, jnp.nan)
-    for (_, layers, info), (_, _, w) in zip(each_param(model, infos), each_param(model, params), strict=True):
+    for (_, layers, info), w in zip(each_param(model, infos), jax.tree.leaves(params), strict=True):
         if info.role == FROZEN:
-            norm_L = norm_L.at[layers.start : layers.stop].set(jnp.linalg.norm(w, axis=-1))
+            norm_L = norm_L.at[np.asarray(layers)].set(jnp.linalg.norm(w, axis=-1))
     return {'moe/load': load_LE, 'moe/max_over_mean': load_LE.max(-1) * model.experts, 'moe/bias_norm': norm_L}
 
 
@@ -189,7 +188,9 @@ def backward_order(names: list[str]) -> np.ndarray:
 
 def first_nonfinite(model: ModelConfig, names: list[str], tree: Any) -> str | None:
     """Canonical name of the first parameter, from head to embedding, with a sum of squares that is not finite."""
-    bad = ~np.isfinite(jax.device_get(leaf_squares(model, tree)))
+    squares = leaf_squares(model, tree)
+    whole = squares if squares.is_fully_addressable else multihost_utils.process_allgather(squares, tiled=True)
+    bad = ~np.isfinite(jax.device_get(whole))
     return next((names[i] for i in backward_order(names) if bad[i]), None)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from spannorm_jax import distributed
 from spannorm_jax.checkpoint import disk_errors
 from spannorm_jax.errors import BadData, UserError
 
@@ -43,8 +44,12 @@ class MetricsFile:
             self.file = self.path.open('a', encoding='utf-8')
 
     def last(self, step: int) -> Row:
-        """The row of `step` if it is the last one, else a new row: to add what an interruption left out. It stays in the file."""
-        return dict(self.rows[-1]) if self.rows and self.rows[-1]['step'] == step else {'step': step}
+        """The row of `step` if it is the last one, else a new row: to add what an interruption left out. It stays in the file.
+
+        Of several processes all get that of the file.
+        """
+        found = dict(self.rows[-1]) if self.rows and self.rows[-1]['step'] == step else {'step': step}
+        return distributed.from_first('the last row', lambda: found)
 
     def write(self, row: Row) -> None:
         """Append a row; one of the same step as the last takes its place, in one move, so that no moment is without it."""
@@ -90,6 +95,25 @@ class MetricsFile:
         self._close_file()
         for sink in self.sinks:
             sink.close()
+
+
+class UnwrittenMetrics(MetricsFile):
+    """What a process that leaves the writing to another has in its place: the newest row, in memory."""
+
+    def __init__(self):
+        self.rows, self.sinks = [], []
+
+    def truncate(self, step: int) -> None:
+        self.rows = []
+
+    def write(self, row: Row) -> None:
+        self.rows = [row]
+
+    def sync(self) -> None:
+        pass
+
+    def _close_file(self) -> None:
+        pass
 
 
 def dump_row(row: Row) -> str:
@@ -174,3 +198,8 @@ def open_sinks(names: Iterable[str], folder: Path, config: dict[str, Any]) -> li
     """The sinks a config asks for. Raises UserError naming the extra that is missing."""
     make = {'tensorboard': lambda: TensorBoard(folder / 'tensorboard'), 'wandb': lambda: WandB(folder.name, config, folder)}
     return [make[name]() for name in names]
+
+
+def open_log(folder: Path, step: int, sinks: Iterable[str], config: dict[str, Any]) -> MetricsFile:
+    """metrics.jsonl of a run that goes on at `step`, with its sinks; of several processes one writes it."""
+    return MetricsFile(folder / 'metrics.jsonl', step, open_sinks(sinks, folder, config)) if distributed.first() else UnwrittenMetrics()

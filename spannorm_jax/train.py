@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spannorm_jax import plot, rundir, sharding
+from spannorm_jax import attention, distributed, plot, rundir, sharding
 from spannorm_jax.checkpoint import Checkpoints, disk_errors
 from spannorm_jax.config import Config, from_dict, to_dict
 from spannorm_jax.data import check_vocab, open_data
@@ -20,7 +20,7 @@ from spannorm_jax.host import Clock, Feed, Interrupted, Signals, alone, use_comp
 from spannorm_jax.program import program
 from spannorm_jax.rundir import Outcome, Position
 from spannorm_jax.step import TrainState, evaluate, first_nonfinite, init_state, leaf_names, make_eval_step
-from spannorm_jax.track import MetricsFile, Row, open_sinks
+from spannorm_jax.track import MetricsFile, Row, open_log
 
 MAX_ROLLBACKS = 3
 EVALUATIONS = {'eval': 'validation', 'test': 'test'}  # group of metrics -> split
@@ -37,21 +37,25 @@ def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], 
 
     Raises: UserError (config, mesh, vocabulary, a config changed on resume), BadData, MissingInput, StorageError.
     """
-    tell = progress or (lambda kind, data: None)
+    tell = progress if progress and distributed.first() else lambda kind, data: None
     with Signals() as signals:
         try:
             return _fit(cfg, tell, signals, stop, corpus)
-        except Interrupted:
-            return rundir.interrupted_early(rundir.run_dir(cfg))
+        except Interrupted as e:
+            outcome = rundir.interrupted_early(rundir.run_dir(cfg))
+            distributed.leave(e, outcome.exit_code)
+            return outcome
 
 
 def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bool] | None, corpus: Any) -> Outcome:
     folder = rundir.run_dir(cfg)
+    distributed.same('the configurations', rundir.flat(to_dict(cfg)), 'give every process the same command')
     if (done := rundir.look(cfg, folder)) is not None:
         tell('message', {'text': done.message})
         return done
     use_compilation_cache()
     mesh = sharding.make_mesh(cfg.mesh)
+    distributed.check_mesh(mesh)
     sharding.check_batch(cfg, mesh)
 
     def prepared(done: int, total: int) -> None:
@@ -59,7 +63,8 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
         tell('prepare', {'done': done, 'all': total})
 
     if corpus is None:
-        corpus = open_data(cfg.data, progress=prepared)
+        corpus = distributed.prepared_by_first('the prepared data', lambda: open_data(cfg.data, progress=prepared))
+    distributed.same('the data', data_identity(corpus), 'give every host the same files')
     signals.check()
     check_vocab(corpus.tokenizer, cfg.model.vocab)
     for group in EVALUATIONS:
@@ -67,6 +72,7 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
     with disk_errors('write', folder):
         folder.mkdir(parents=True, exist_ok=True)
     with alone(folder):
+        distributed.check_shared(folder)
         if (done := rundir.look(cfg, folder)) is not None:  # again: another process may have begun here in the meantime
             tell('message', {'text': done.message})
             return done
@@ -74,7 +80,8 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
             try:
                 run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop)
                 with run.log, run.feed:
-                    signals.check()
+                    if distributed.any_of('the first step', signals.seen):
+                        raise Interrupted('interrupted before the first step')
                     outcome = train(run)
                 if checkpoints.wait() != outcome.step and not outcome.nonfinite:
                     raise StorageError(
@@ -84,10 +91,12 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
                 rundir.interrupted_early(folder).try_to_save(folder)
                 raise
             except Exception as e:
-                Outcome('failed', checkpoints.latest() or 0, f'{type(e).__name__}: {e}'[:2000]).try_to_save(folder)
-                raise
+                why = distributed.blame(e)
+                distributed.leave(why)
+                rundir.failed(why, checkpoints.latest() or 0).try_to_save(folder)
+                raise why from why.__cause__
         outcome.save(folder)
-        if outcome.status != 'preempted':  # whoever interrupts is waiting
+        if outcome.status != 'preempted' and distributed.first():  # whoever interrupts is waiting
             draw(run)
     return outcome
 
@@ -124,6 +133,9 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
     made = program(cfg, mesh)
     for note in made.notes:
         tell('message', {'text': f'sharding: {note}'})
+    kernel, passed_over = attention.choose_kernel(cfg.model, cfg.data.seq)
+    for note in [*passed_over, attention.verify_kernel(cfg.model, cfg.data.seq)]:
+        tell('message', {'text': note or f'attention kernel {kernel}'})
 
     def compiled(stats):
         signals.check()
@@ -135,7 +147,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
     stats_step = compiled(True) if cfg.run.steps and cfg.run.stats_every else step
     tell('message', {'text': f'step compiled in {time.perf_counter() - begun:.1f} s'})
     rundir.write_config(folder, cfg)
-    log = MetricsFile(folder / 'metrics.jsonl', checkpoints.latest() or 0, open_sinks(cfg.run.sinks, folder, to_dict(cfg)))
+    agreed = distributed.Agreement(mesh)
     return Run(
         cfg=cfg,
         folder=folder,
@@ -143,9 +155,9 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         mesh=mesh,
         checkpoints=checkpoints,
         tell=tell,
-        stopping=lambda step: signals.ask(stop, step),
-        signalled=lambda: signals.seen,
-        log=log,
+        stopping=lambda step: agreed(signals.ask(stop, step)),
+        signalled=lambda: agreed(signals.seen),
+        log=open_log(folder, checkpoints.latest() or 0, cfg.run.sinks, to_dict(cfg)),
         feed=Feed(cfg, corpus, sharding.local_rows(mesh, cfg.data.batch)),
         clock=Clock(cfg, mesh),
         names=leaf_names(cfg.model, made.infos),
@@ -171,6 +183,7 @@ def resumable(cfg: Config, folder: Path, corpus: Any, checkpoints: Checkpoints) 
     except UserError as e:
         raise BadData(f'the meta of checkpoint {where!r} is damaged ({e}); remove that folder to go on from the one before') from None
     rundir.check_resumable(then, cfg, folder)
+    distributed.same('the newest checkpoints', dataclasses.asdict(pos), 'put run.root on storage that all hosts share')
     for what, found in data_identity(corpus).items():
         if meta.get(what) != found:
             raise UserError(

@@ -20,9 +20,30 @@ SEQ = dict(kv_heads=6, head_dim=None, width=24, norm='layernorm', norm_bias=True
 LATE = 'hidden/0 is already multiplied by embed_scale'
 RAW = 'hidden/0 is the raw embedding'
 GLU = 'glu: proj -> (x, gate) halves in this order; out = x * silu(gate)'
+LATENT = dict(
+    attention='mla',
+    q_latent=9,
+    kv_latent=11,
+    nope_dim=5,
+    rope_dim=2,
+    v_dim=3,
+    kv_heads=None,
+    head_dim=None,
+    latent_norm_eps=2e-2,
+    positions='rope_interleaved',
+    rope_theta=77.0,
+)
+ROUTED = dict(experts=6, experts_per_token=2, expert_ffn=5, shared_experts=2, first_dense=1, router_bias=True, router_scale=1.7)
 # golden name: (fields of ModelConfig over SMALL, keys of config.json that only this golden has)
 VARIANTS = {
     'hf_llama': (dict(topology='pre', tie_embeddings=True, layers=1, **ROPE), {}),
+    'hf_deepseek_v3': (
+        dict(topology='pre', layers=3, tie_embeddings=True, **LATENT, **ROUTED | dict(expert_groups=3, groups_per_token=2)), {}),
+    'hf_deepseek_v3_noqlora': (
+        dict(topology='pre', layers=1, **LATENT | dict(q_latent=None), **ROUTED | dict(first_dense=0, shared_experts=1)), {}),
+    'ref_spannorm_mla_moe': (
+        dict(topology='span', first_skip='normed', **LATENT, **ROUTED | dict(router_normalize=False)),
+        {'options': {'embed_norm_on_skip': True}}),
     'hf_gemma2': (
         dict(topology='sandwich', norm_unit_offset=True, tie_embeddings=True, embed_scale=20**0.5, activation='geglu_tanh', **ROPE),
         {'hidden0_note': LATE, 'sliding_window': None, 'softcap': None}),
@@ -75,11 +96,20 @@ def describe(name, cfg, extra):
     """config.json, from the README's conventions."""
     norm = {'layernorm': 'LayerNorm with bias', 'rmsnorm': 'rms, gain = 1 + weight' if cfg.norm_unit_offset else 'rms'}[cfg.norm]
     facts = {
-        'name': name, 'n_layers': cfg.layers, 'd_model': cfg.width, 'n_heads': cfg.heads, 'n_kv_heads': cfg.resolved_kv_heads,
-        'head_dim': cfg.resolved_head_dim, 'd_ff': cfg.resolved_ffn, 'vocab_size': cfg.vocab,
+        'name': name, 'n_layers': cfg.layers, 'd_model': cfg.width, 'n_heads': cfg.heads, 'd_ff': cfg.resolved_ffn, 'vocab_size': cfg.vocab,
         'norm': norm, 'norm_eps': cfg.norm_eps, 'tie_embeddings': cfg.tie_embeddings,
         'ffn': GLU if name == 'xt_keel' else FFN[cfg.activation],
     }  # fmt: skip
+    if cfg.attention == 'mla':
+        facts |= {
+            'attention': 'mla', 'q_lora_rank': cfg.q_latent, 'kv_lora_rank': cfg.kv_latent, 'qk_nope_head_dim': cfg.nope_dim,
+            'qk_rope_head_dim': cfg.rope_dim, 'v_head_dim': cfg.v_dim, 'mla_inner_norm_eps': cfg.latent_norm_eps,
+            'n_routed_experts': cfg.experts, 'top_k': cfg.experts_per_token, 'moe_d_ff': cfg.expert_ffn, 'score': cfg.router,
+            'n_shared_experts': cfg.shared_experts, 'first_k_dense': cfg.first_dense, 'norm_topk_prob': cfg.router_normalize is not False,
+            'routed_scaling_factor': cfg.router_scale, 'n_group': cfg.expert_groups, 'topk_group': cfg.groups_per_token,
+        }  # fmt: skip
+    else:
+        facts |= {'n_kv_heads': cfg.resolved_kv_heads, 'head_dim': cfg.resolved_head_dim}
     if cfg.positions == 'none':
         facts['positions'] = 'none'
     else:
@@ -101,9 +131,41 @@ def rows(name, x):
     return x.T if x.ndim == 2 and not last.endswith('_bias') else x.reshape(-1)
 
 
-def by_golden_name(golden, facts, named):
+ATTENTION = {
+    'q_a': 'q_a_proj.weight', 'norm_q_a.gain': 'q_a_layernorm.weight', 'norm_kv_a.gain': 'kv_a_layernorm.weight', 'o': 'o_proj.weight',
+}  # fmt: skip
+
+
+def latent_weights(cfg, l, p):
+    """self_attn.* of one block: the two halves of each fused matrix put together as transformers has them."""
+    out = {f'self_attn.{golden}': rows(name, p[name]) for name, golden in ATTENTION.items() if name in p}
+    out['self_attn.q_proj.weight' if cfg.q_latent is None else 'self_attn.q_b_proj.weight'] = rows('q', p['q'])
+    out['self_attn.kv_a_proj_with_mqa.weight'] = np.concatenate([p['kv_a'].T, p['k_rope'].T])
+    both = np.concatenate([p['k'], p['v']], -1)  # per head the keys' part first
+    out['self_attn.kv_b_proj.weight'] = both.reshape(both.shape[0], -1).T
+    return out
+
+
+def expert_weights(p):
+    """mlp.* of one block: experts one by one."""
+    out = {'mlp.gate.weight': p['router'].T, 'mlp.gate.e_score_correction_bias': p['router_bias']}
+    for k in ('gate', 'up', 'down'):
+        out |= {f'mlp.experts.{e}.{k}_proj.weight': w.T for e, w in enumerate(p[k])}
+        out[f'mlp.shared_experts.{k}_proj.weight'] = p[f'shared.{k}'].T
+    return out
+
+
+def by_golden_name(golden, facts, named, cfg):
     """Weights, or gradients, under the golden's names and in its layout."""
     out, parts = {}, {}
+    if cfg.attention == 'mla':
+        for l in range(cfg.layers):
+            own = {k.removeprefix(f'layers.{l}.'): v for k, v in named.items() if k.startswith(f'layers.{l}.')}
+            of = lambda part, own=own: {k.removeprefix(f'{part}.'): v for k, v in own.items() if k.startswith(f'{part}.')}  # noqa: E731
+            block = latent_weights(cfg, l, of('attn')) | (expert_weights(of('ffn')) if l >= cfg.first_dense else {})
+            out |= {f'{golden.prefix}{l}.{k}': v for k, v in block.items()}
+        special = lambda k: '.attn.' in k or ('.ffn.' in k and int(k.split('.')[1]) >= cfg.first_dense)  # noqa: E731
+        named = {k: v for k, v in named.items() if not special(k)}
     for name, value in named.items():
         stem, table, own = '', golden.model, name
         if name.startswith('layers.'):
@@ -161,6 +223,7 @@ def write(folder, name, random_params):
     out = {'logits': logits, 'loss': value} | {k: v for k, v in seen.items() if k.startswith('hidden/')}
     if extra.get('hidden0_note') == RAW:
         out['hidden/0'] = out['hidden/0'] / cfg.embed_scale
+    out |= {k: v for k, v in seen.items() if k.startswith('router/') and name != 'ref_spannorm_mla_moe'}
     if name.startswith('ref_'):
         out |= {k: v for k, v in seen.items() if k.startswith('mid/')}
     if name == 'xt_keel':
@@ -174,9 +237,9 @@ def write(folder, name, random_params):
     save(
         folder / name,
         config,
-        by_golden_name(golden, facts, named),
+        by_golden_name(golden, facts, named, cfg),
         {'tokens': tokens},
-        out | gradients(by_golden_name(golden, facts, grads)),
+        out | {k: v for k, v in gradients(by_golden_name(golden, facts, grads, cfg)).items() if 'e_score' not in k},
     )
 
 

@@ -1,5 +1,6 @@
 """The documentation is true: its Python runs, its commands parse, its table is today's, its links and files exist."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -7,8 +8,8 @@ import shlex
 
 import pytest
 
-from spannorm_jax import catalog, cli, load, train
-from spannorm_jax.config import edit, to_dict
+from spannorm_jax import catalog, cli, launch, load, train
+from spannorm_jax.config import Config, MeshConfig, edit, to_dict
 from spannorm_jax.topology import TOPOLOGIES
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -61,6 +62,20 @@ def test_commands_parse(line):
     assert words[0] in cli.COMMANDS
     if len(words) > 1 and '--help' not in words:
         assert cli.parse(words[0], words[1:]) is not None
+
+
+def test_recipes_of_pods():
+    """Every command, field and variable of docs/pods.md exists, in every language of its blocks; every field of the mesh is explained."""
+    text = (ROOT / 'docs/pods.md').read_text()
+    lines = re.findall(r"spannorm (train|eval) ([^A-Z\n'`][^\n'`&]*)", text)
+    assert len(lines) > 6 and all(cli.parse(command, shlex.split(rest)) for command, rest in lines)
+    for field in re.findall(r'`((?:mesh|data|run|optim)\.\w+)`', text):
+        section, name = field.split('.')
+        assert hasattr(getattr(Config(), section), name), field
+    assert {f'mesh.{f.name}' for f in dataclasses.fields(MeshConfig)} - set(re.findall(r'`(mesh\.\w+)`', text)) == {'mesh.platform'}
+    ours = set(re.findall(r'SPANNORM_\w+', text))
+    assert ours == set(launch.SECONDS) and all(f'| `{name}` | {seconds:g} |' in text for name, seconds in launch.SECONDS.items())
+    assert set(launch.START) <= set(re.findall(r'JAX_\w+', text))
 
 
 def tiny(folder):

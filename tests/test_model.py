@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from test_topology import random_params, tiny
 
-from spannorm_jax import layers
 from spannorm_jax.errors import UserError
 from spannorm_jax.layers import Attention, Norm, attend, context, rope, rope_angles
 from spannorm_jax.model import LM, Block, Stack, count_params, flops_per_token, infos, restack, unstack
@@ -223,15 +222,3 @@ def test_double_precision_agrees_to_float32(tokens):
         double = jax.jit(LM(wide).apply)(jax.tree.map(lambda x: np.asarray(x, np.float64), params), tokens)
         assert double.dtype == jnp.float64
     np.testing.assert_allclose(single, double, atol=2e-5)
-
-
-def test_attention_in_parts_is_attention(monkeypatch):
-    """Result and gradients, four parts of three queries each, two query heads per key head."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    operands = [jax.random.normal(key, (2, 12, heads, 6)) for key, heads in zip(keys, (4, 2, 2), strict=True)]
-    mask = layers.may_see(12, None, True)
-    monkeypatch.setattr(layers, 'PART_SCORES', 2 * 4 * 12 * 12 / 4)
-    value = lambda fn: jax.value_and_grad(lambda qkv: jnp.square(fn(*qkv, mask, 0.3)).sum())(operands)  # noqa: E731
-    got, want = value(layers.attend_in_parts), value(lambda *a: layers.attend(*a)[0])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
-    assert 'length=4' in str(jax.make_jaxpr(lambda qkv: layers.attend_in_parts(*qkv, mask, 0.3))(operands))
