@@ -198,7 +198,8 @@ def test_search_takes_the_first_that_fits(monkeypatch):
         asked.append(cfg)
         fits = len(asked) == 2
         return plan.Plan(
-            **dict.fromkeys(('name', 'chips', 'remat', 'attention_kernel', 'floor_formula'), ''), mesh={}, params=0, tokens_per_step=0,
+            **dict.fromkeys(('name', 'chips', 'remat', 'attention_kernel', 'compiled_kernel', 'floor_formula'), ''),
+            mesh={}, params=0, tokens_per_step=0,
             fits=fits, hbm_bytes=0, bytes=plan.Bytes(0, 0, 0, 0, 10), compile_s=0, flops_per_token=0, traced_flops_per_token=0,
             compiler_flops=None, traced_flops_once=0, collectives=[], floor_s=0, floor_of={}, why='too large',
         )  # fmt: skip
