@@ -24,7 +24,7 @@ def get() -> Config:
             remat='full',
         ),
         data=DataConfig(source='prepared', tokenizer='mistral', seq=2048, batch=256),  # unknown
-        optim=OptimConfig(lr_peak=3e-4, warmup_steps=2000),  # unknown
+        optim=OptimConfig(lr_peak=2e-4, warmup_steps=2000),  # 2e-4: the paper's rate for most topologies, by implication; warm-up unknown
         mesh=MeshConfig(fsdp=256),
         run=RunConfig(steps=200_000_000_000 // (256 * 2048), eval_every=1000, checkpoint_every=1000),
     )

@@ -14,6 +14,7 @@ import pytest
 
 from spannorm_jax import catalog, cli, commands, doctor, edit, load, score
 from spannorm_jax.config import Config, ModelConfig, run_id, to_dict
+from spannorm_jax.model_config import MLA, MOE
 from spannorm_jax.topology import TOPOLOGIES
 
 TINY = (
@@ -42,7 +43,7 @@ def here(tmp_path, monkeypatch):
 BAD_INPUT = {
     'no command': ('', 2, 'usage: spannorm COMMAND'),
     'unknown command': ('trian nano', 2, "unknown command 'trian'; did you mean 'train'?"),
-    'no config': ('train', 2, 'needs a CONFIG: debug, nano'),
+    'no config': ('train', 2, 'needs a CONFIG: debug, dense_310m'),
     'options but no config': ('train --model.layers 3', 2, 'needs a CONFIG'),
     'unknown config': ('train nanno', 2, "unknown config 'nanno'; did you mean 'nano'?"),
     'config file that is not there': ('train ./nix.py', 66, "'./nix.py' does not exist"),
@@ -123,6 +124,7 @@ def settings(line):
 # Fields whose values must fit one another or a list of names.
 BY_HAND = {
     'model.heads': 8, 'model.width': 64, 'model.kv_heads': 2, 'model.head_dim': 6, 'data.batch': 16, 'optim.accumulate': 2, 'mesh.data': 4,
+    'model.experts': 16, 'model.experts_per_token': 4, 'model.expert_groups': 4, 'model.groups_per_token': 2, 'model.first_dense': 1,
     'optim.decay_roles': ('read', 'head'), 'optim.optimizer': 'muon', 'run.sinks': ('wandb',),
 }  # fmt: skip
 
@@ -142,6 +144,8 @@ def another_value(path, hint, now):
 def test_overrides_reach_every_field():
     """Every field of Config is set through its option to another value, in as few command lines as the topologies' own options allow."""
     readers = {option: name for name, entry in TOPOLOGIES.items() for option in entry.options}
+    # Latent attention and experts exclude other fields: each gets a line of its own.
+    readers |= dict.fromkeys((*MLA, 'attention'), 'post') | dict.fromkeys((*MOE, 'experts'), 'lns')
     lines = {}
     for option, hint in cli.options_of(cli.Train):
         path = option.removeprefix('--').replace('-', '_')
@@ -158,7 +162,9 @@ def test_overrides_reach_every_field():
         expected = edit(load.load_config('nano'), {'model.topology': topology} | changes)
         assert cli.parse('train', words).settings == expected
     seen = {path for changes in lines.values() for path in changes}
-    assert {'name', 'model.dtype', 'mesh.tensor', 'run.nonfinite', 'model.streams', 'model.first_skip'} <= seen and len(seen) > 90
+    assert {'name', 'model.dtype', 'mesh.tensor', 'run.nonfinite', 'model.streams', 'model.first_skip', 'model.v_dim'} <= seen and len(
+        seen
+    ) > 120
 
 
 def test_spellings_of_an_option():

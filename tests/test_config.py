@@ -57,7 +57,7 @@ def test_identity_holds_what_changes_numbers_and_nothing_else():
         (lambda: ModelConfig(topology='spam'), 'unknown topology'),
         (lambda: ModelConfig(width=10, heads=3), 'does not divide model.width'),
         (lambda: ModelConfig(heads=4, kv_heads=3), 'does not divide model.heads'),
-        (lambda: ModelConfig(width=12, heads=4), 'even head dimension'),
+        (lambda: ModelConfig(width=12, heads=4), 'even number of dimensions'),
         (lambda: ModelConfig(layers=0), 'layers'),
         (lambda: ModelConfig(layers=2.5), 'layers'),
         (lambda: ModelConfig(activation='swigelu'), "did you mean 'swiglu'"),

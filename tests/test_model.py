@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from test_topology import random_params, tiny
 
+from spannorm_jax.attention import attend
 from spannorm_jax.errors import UserError
-from spannorm_jax.layers import Attention, Norm, attend, context, rope, rope_angles
+from spannorm_jax.layers import Attention, Norm, context, rope, rope_angles
 from spannorm_jax.model import LM, Block, Stack, count_params, flops_per_token, infos, restack, unstack
 from spannorm_jax.topology import TOPOLOGIES
 

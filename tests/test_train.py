@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fakes import POISON, TINY, B, FakeCorpus, T, V
 
-from spannorm_jax import plot, rundir, sharding, train
+from spannorm_jax import plot, program, rundir, sharding, train
 from spannorm_jax.config import Config, edit, from_dict
 from spannorm_jax.errors import BadData, StorageError, UserError
 from spannorm_jax.host import alone
@@ -215,7 +215,7 @@ def test_what_may_not_change_on_resume_is_shown(straight):
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    monkeypatch.setattr(train, 'LM', Poisoned)
+    monkeypatch.setattr(program, 'LM', Poisoned)
 
 
 def test_stop_on_nonfinite_applies_nothing_and_names_the_leaf(tmp_path, poisoned):
@@ -284,7 +284,7 @@ def test_a_weight_that_was_bad_before_is_named(tmp_path, monkeypatch):
             params['stack']['blocks_0']['attn']['q'] = jax.device_put(q.at[1, 0, 0, 0].set(jnp.inf), q.sharding)
             return params
 
-    monkeypatch.setattr(train, 'LM', Broken)
+    monkeypatch.setattr(program, 'LM', Broken)
     outcome = fit(edit(TINY, {'run.dir': str(tmp_path / 'r')}), corpus=FakeCorpus())
     assert outcome.first_nonfinite == 'layers.1.attn.q' and outcome.step == 0 and 'weight layers.1.attn.q' in outcome.reason
 
