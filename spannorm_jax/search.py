@@ -21,8 +21,8 @@ class Candidate(NamedTuple):
     bytes: float
 
 
-def estimate(cfg: Config, chips: Chips) -> tuple[float, float]:
-    """(seconds, bytes per chip) of a step by formula, good enough to order candidates.
+def estimate(cfg: Config, chips: Chips, params: int, flops: float) -> tuple[float, float]:
+    """(seconds, bytes per chip) of a step by formula, good enough to order candidates; flops: per token.
 
     compute: (6 + 2 r) FLOPs per weight and token, r forward passes being recomputed. links, in products' bytes: fsdp gathers the weights
     once forward and once backward and scatters the gradient; tensor adds 2 all-reduces of the activations forward, 2 backward, and 2 r
@@ -31,10 +31,10 @@ def estimate(cfg: Config, chips: Chips) -> tuple[float, float]:
     """
     model, mesh, chip = cfg.model, cfg.mesh, chips.chip
     width = 4 if model.dtype == 'float32' else 2
-    params, again = count_params(model), RECOMPUTED[model.remat]
+    again = RECOMPUTED[model.remat]
     rows = mesh.replica * max(mesh.data, 1) * mesh.fsdp * mesh.expert
     tokens = cfg.data.batch * cfg.data.seq / cfg.optim.accumulate / rows / mesh.sequence
-    compute = flops_per_token(model, cfg.data.seq) * (1 + again / 3) * cfg.data.batch * cfg.data.seq / chips.count / chip.peak_flops
+    compute = flops * (1 + again / 3) * cfg.data.batch * cfg.data.seq / chips.count / chip.peak_flops
     split = mesh.fsdp * mesh.expert * mesh.sequence
     gathered = 3 * width * params / mesh.tensor * (split - 1) / split * cfg.optim.accumulate
     summed = (4 + 2 * again) * model.layers * width * tokens * model.width * 2 * (mesh.tensor - 1) / mesh.tensor * cfg.optim.accumulate
@@ -52,11 +52,11 @@ def estimate(cfg: Config, chips: Chips) -> tuple[float, float]:
 
 def candidates(cfg: Config, chips: Chips) -> list[Candidate]:
     """Every mesh over these chips that splits rows and heads evenly, with every remat policy: those that fit first, then by floor."""
-    found = []
+    found, counts = [], (count_params(cfg.model), flops_per_token(cfg.model, cfg.data.seq))
     for mesh in meshes(cfg, chips):
         for remat in KEPT:
             one = edit(cfg, {'mesh': mesh, 'model.remat': remat})
-            found.append(Candidate(one, *estimate(one, chips)))
+            found.append(Candidate(one, *estimate(one, chips, *counts)))
     room = chips.chip.hbm_bytes
     return sorted(found, key=lambda c: (c.bytes > room, c.floor_s if c.bytes <= room else c.bytes, c.cfg.mesh.tensor, -c.cfg.mesh.fsdp))
 
