@@ -219,7 +219,7 @@ def test_one_that_leaves_with_an_error_or_dies_ends_the_others():
 
     calls = Calls([Member(0, 'a'), Member(1, 'b')], 2).join()
     calls.ends[0].closing = True
-    for line in calls.ends[0].lines.values():
+    for line in list(calls.ends[0].lines.values()):  # its threads drop the lines that break
         line.close()
     assert calls.heard.wait(3) and calls.said[1] == ('process 0 (host a) is gone: killed, or its host is', 75, False)
     calls.close()
