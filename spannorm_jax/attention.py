@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from spannorm_jax import parametrization
 from spannorm_jax.errors import CheckFailed, UserError
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.sharding import constrain, pieces, spec, target
@@ -211,7 +212,7 @@ def attention(
     stats: bool = False,
 ) -> tuple[Float[Array, 'B T N J'], dict[str, Array]]:
     """softmax(cap(scale q k) + mask) v by the chosen kernel, and statistics, for which the reference is run."""
-    T, scale = q_BTNH.shape[1], cfg.resolved_head_dim**-0.5 if cfg.attn_scale is None else cfg.attn_scale
+    T, scale = q_BTNH.shape[1], parametrization.attn_scale(cfg)
     if stats:
         mask_BTS = may_see(T, segments_BT, causal)
         o_BTNJ, p_BKGTS = attend(q_BTNH, k_BSKH, v_BSKJ, mask_BTS, scale, cfg.attn_soft_cap)

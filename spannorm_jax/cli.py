@@ -118,6 +118,24 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Theory:
+    """SpanNorm's theory against measurements at initialisation: gradient law, identity path, branches, first block, assumptions.
+
+    Example: spannorm theory --only T1 --depths 8 32 128 --seeds 5
+    """
+
+    only: tuple[str, ...] = ()
+    """Some of T1 T5 T6 T8 T11; all by default."""
+    depths: tuple[int, ...] = (8, 32, 128, 512)
+    """Numbers of blocks."""
+    seeds: int = 5
+    """How many seeds, 0, 1, ...; intervals are over them."""
+    activations: tuple[str, ...] = ('swiglu', 'gelu', 'relu')
+    """FFN kinds of T1 and T6; the others use the first."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Topologies:
     """The table of topologies: name, aliases, equation, source, norm sites, parameters of their own, options they read.
 
@@ -151,6 +169,7 @@ COMMANDS = {
     'eval': Command(Eval, commands.evaluate),
     'audit': Command(Audit, commands.audit, True),
     'plan': Command(Plan, commands.plan, True),
+    'theory': Command(Theory, commands.theory),
     'topologies': Command(Topologies, commands.topologies),
     'doctor': Command(Doctor, commands.doctor),
 }
