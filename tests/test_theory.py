@@ -15,7 +15,7 @@ from scipy.special import erf, expit
 from spannorm_jax import LM, ModelConfig, cli
 from spannorm_jax.errors import UserError
 from spannorm_jax.model import unstack
-from spannorm_jax.theory import CLAIMS, anatomy, theory
+from spannorm_jax.theory import ACTIVATION_AXIS, CLAIMS, DEPTHS, SEEDS, anatomy, theory
 from spannorm_jax.theory.cells import Cell, draw_tokens, measure, sums_and_gradients
 from spannorm_jax.theory.claims import jacobian, t5, t6, t8
 from spannorm_jax.theory.t1 import laws, power_ratio, t1
@@ -387,3 +387,5 @@ def test_theory_refuses(options, says):
     with pytest.raises(UserError, match=says):
         theory(**options)
     assert set(CLAIMS) == {'T1', 'T5', 'T6', 'T8', 'T11'}
+    typed = cli.Theory()
+    assert (typed.depths, typed.seeds, typed.activations) == (DEPTHS, SEEDS, ACTIVATION_AXIS)
