@@ -1,13 +1,15 @@
 """Faults, from outside, on real processes: whatever ends a run, the next start goes on, and the run is in the end the one never touched.
 
-`pytest -m reliability` runs a tour: one run is killed (SIGKILL) once at every named point, in turn. With --full also random points and
-moments, at least KILLS of them, of runs of one process and of two, dense and with experts; the seed and the count are printed.
+`pytest -m reliability` runs a tour: one run is killed (SIGKILL) at some of the named points, in turn. With --full at all of them, the other
+faults, and random points and moments, at least KILLS of them, of runs of one process and of two, dense and with experts; the seed and
+the count are printed.
 """
 
 import json
 import os
 import pathlib
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -32,6 +34,14 @@ SMALL = {
     'model.vocab': 257, 'model.layers': 2, 'model.dropout': 0.1, 'optim.accumulate': 2, 'data.seq': 16, 'run.steps': STEPS,
     'run.checkpoint_every': 2, 'run.eval_every': 4, 'run.eval_tokens': 300, 'run.keep': 1,
 }  # fmt: skip
+QUICK = [
+    'prepare: before meta.json',
+    'after the arrays, before the name',
+    'before retention',
+    'within retention',
+    'metrics flush',
+    'evaluation',
+]
 MODELS = {
     'dense': {'model.topology': 'pre'},
     'moe': {'model.topology': 'peri', 'model.experts': 4, 'model.first_dense': 1},
@@ -53,24 +63,28 @@ class Victim:
             text=True,
             env=env,
         )
-        self.starts = 0
+        self.pid = None
 
     def start(self, config, at=None, fault=None, env=None):
+        if self.pid is not None:  # a test that failed left it
+            self.kill(signal.SIGKILL)
+            self.end()
         self.mark.unlink(missing_ok=True)
         order = {'config': config, 'at': at, 'fault': fault, 'env': env or {}, 'mark': str(self.mark)}
         self.process.stdin.write(json.dumps(order) + '\n')
         self.process.stdin.flush()
-        self.pid, self.starts = int(self.process.stdout.readline()), self.starts + 1
+        self.pid = self.read('pid')
 
-    def alive(self):
-        return not self.gone()
+    def read(self, word):
+        said, number = self.process.stdout.readline().split()
+        assert said == word
+        return int(number)
+
+    def kill(self, number):
+        os.kill(self.pid, number)  # or its zombie, which its parent keeps until the next order
 
     def gone(self):
-        """A zombie is gone too."""
-        try:
-            return pathlib.Path(f'/proc/{self.pid}/stat').read_text().rpartition(')')[2].split()[0] == 'Z'
-        except OSError:
-            return True
+        return select.select([self.process.stdout], [], [], 0)[0] != []
 
     def signal_at_mark(self, number):
         """Send it once the run is where it should be; False where it ended before it got there."""
@@ -80,17 +94,20 @@ class Victim:
                 return False
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.005)
-        os.kill(self.pid, number)
+        self.kill(number)
         return True
 
     def end(self):
-        return int(self.process.stdout.readline())
+        code, self.pid = self.read('end'), None
+        return code
 
     def said(self):
         log = pathlib.Path(f'{self.mark}.log')
         return log.read_text() if log.exists() else ''
 
     def close(self):
+        if self.pid is not None:
+            self.kill(signal.SIGKILL)
         self.process.stdin.close()
         self.process.wait(60)
         self.process.stdout.close()
@@ -141,9 +158,10 @@ def committed(folder):
     return manifest.steps(folder / 'checkpoints')
 
 
-def test_killed_at_every_named_point_in_turn(tmp_path, text, victim, straight):
+@pytest.mark.parametrize('points', [QUICK, pytest.param(list(POINTS), marks=pytest.mark.full)], ids=['quick', 'all'])
+def test_killed_at_named_points_in_turn(tmp_path, text, victim, straight, points):
     folder, newest = tmp_path / 'run', 0
-    for point in POINTS:
+    for point in points:
         victim.start(config(text, folder), at=[point, 1])
         assert victim.signal_at_mark(signal.SIGKILL), f'never came to {point!r}: {victim.said()}'
         assert victim.end() == -signal.SIGKILL
@@ -156,6 +174,7 @@ def test_killed_at_every_named_point_in_turn(tmp_path, text, victim, straight):
     same(straight, folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('fault, code, words', [('disk_full', 74, 'File too large'), ('read_only', 74, 'Permission denied')])
 def test_a_store_that_cannot_be_written(tmp_path, text, victim, straight, fault, code, words):
     """The run ends with its cause before the old checkpoint is touched, and goes on once there is room."""
@@ -178,6 +197,7 @@ def test_a_store_that_cannot_be_written(tmp_path, text, victim, straight, fault,
     same(straight, folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('fault', ['slow_store', 'clock_jumps'])
 def test_a_slow_store_and_a_jumping_clock_change_nothing(tmp_path, text, victim, straight, fault):
     victim.start(config(text, tmp_path / 'run'), fault=fault)
@@ -185,6 +205,7 @@ def test_a_slow_store_and_a_jumping_clock_change_nothing(tmp_path, text, victim,
     same(straight, tmp_path / 'run')
 
 
+@pytest.mark.full
 def test_a_run_that_hangs_says_where_and_ends_with_71(tmp_path, text, victim, straight):
     folder = tmp_path / 'run'
     victim.start(config(text, folder, **{'run.hang_s': 3.0}), fault='hang')
@@ -196,13 +217,14 @@ def test_a_run_that_hangs_says_where_and_ends_with_71(tmp_path, text, victim, st
     same(straight, folder)
 
 
+@pytest.mark.full
 def test_signals_while_the_step_compiles_and_while_data_is_awaited(tmp_path, text, victim, straight):
     folder = tmp_path / 'run'
     victim.start(config(text, folder), fault='slow_compile')
     while 'compiling the step' not in victim.said():
         time.sleep(0.02)
     begun = time.monotonic()
-    os.kill(victim.pid, signal.SIGTERM)
+    victim.kill(signal.SIGTERM)
     assert victim.end() == 75 and time.monotonic() - begun < 20 and committed(folder) == []
     victim.start(config(text, folder), fault='slow_data')
     assert victim.signal_at_mark(signal.SIGUSR1)
@@ -227,11 +249,11 @@ def kill_at_random(draw, victims, configs, folder):
         killed = hit.signal_at_mark(signal.SIGKILL)
     else:
         deadline = time.monotonic() + draw.uniform(0.5, 8)
-        while time.monotonic() < deadline and hit.alive():
+        while time.monotonic() < deadline and not hit.gone():
             time.sleep(0.01)
-        killed = hit.alive()
+        killed = not hit.gone()
         if killed:
-            os.kill(hit.pid, number)
+            hit.kill(number)
     codes = [v.end() for v in victims]
     for v, code in zip(victims, codes, strict=True):
         assert code in (0, 75, 130, -signal.SIGKILL, -signal.SIGABRT), (point, codes, v.said()[-3000:])

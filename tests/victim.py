@@ -2,7 +2,7 @@
 
 It imports everything once and forks for each run, so that a run starts in a second. {"config": {field: value}, "at": [point, n] or null,
 "fault": name or null, "mark": file, "env": {}}: the n-th time that the run comes to `point` it makes the file `mark` and stays there,
-until it is killed from outside. Prints a line with the pid, and one with the exit status (minus the signal's number where one ended it).
+until it is killed from outside. Prints `pid N`, and `end N` with the exit status (minus the signal's number where one ended it).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from orbax.checkpoint._src.path import atomicity
 
 from spannorm_jax import checkpoint, cli, commands, manifest, nonfinite, progress, rundir, score, track, train  # noqa: F401
 from spannorm_jax.config import edit
-from spannorm_jax.data import prepare
+from spannorm_jax.data.prepare import _Shard
 
 here: list = []  # the mark, how many more times to pass, and the point that counts
 
@@ -91,11 +91,13 @@ def within_evaluation():
     train.evaluate = evaluate
 
 
+# In an order in which a run that is killed at each in turn comes to all of them.
 POINTS = {
-    'prepare: before a shard is in place': lambda: before(prepare._Shard, 'commit'),
-    'prepare: before meta.json': lambda: before(prepare, 'write_whole', lambda path, text: path.name == 'meta.json'),
+    'prepare: before a shard is in place': lambda: before(_Shard, 'commit'),
+    'prepare: before meta.json': lambda: before(
+        sys.modules['spannorm_jax.data.prepare'], 'write_whole', lambda path, text: path.name == 'meta.json'
+    ),
     'compile': lambda: before(train, 'patiently'),
-    'restore': lambda: before(checkpoint.Checkpoints, 'restore'),
     'before a save': lambda: before(checkpoint.Checkpoints, 'save'),
     'array write': lambda: before(atomicity.AtomicRenameTemporaryPath, 'create'),
     'after the arrays, before the name': lambda: before(atomicity.AtomicRenameTemporaryPath, 'finalize'),
@@ -103,6 +105,7 @@ POINTS = {
     'within the manifest': lambda: replaced(manifest.NAME),
     'before retention': lambda: before(pathlib.Path, 'rename', lambda self, target: str(target).endswith('.removing')),
     'within retention': half_removed,
+    'restore': lambda: before(checkpoint.Checkpoints, 'restore'),
     'metrics flush': half_a_row,
     'metrics replaced': lambda: replaced('metrics.jsonl'),
     'evaluation': within_evaluation,
@@ -187,8 +190,11 @@ def run(order) -> int:
 
 
 def main() -> None:
+    ended = None
     for line in sys.stdin:
         order = json.loads(line)
+        if ended is not None:
+            os.waitpid(ended, 0)
         pid = os.fork()
         if pid == 0:
             code = 99
@@ -203,9 +209,11 @@ def main() -> None:
 
                     traceback.print_exc()
             os._exit(code)
-        print(pid, flush=True)
-        status = os.waitpid(pid, 0)[1]
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print('pid', pid, flush=True)
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie: its number goes to nobody else for now
+        assert status is not None
+        print('end', status.si_status if status.si_code == os.CLD_EXITED else -status.si_status, flush=True)
+        ended = pid
 
 
 if __name__ == '__main__':

@@ -107,7 +107,7 @@ def _load(path: Path) -> Any:
     except OSError as e:
         raise MissingInput(f'cannot read {str(path)!r}: {e.strerror}') from None
     except BadData as e:
-        raise BadData(f'{e}; prepare the folder again') from None
+        raise BadData(f'{str(path)!r} is damaged ({e}); prepare the folder again') from None
 
 
 class _Wrong(Exception):
