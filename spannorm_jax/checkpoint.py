@@ -92,6 +92,7 @@ class Checkpoints:
             if not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear()
+                distributed.gather('the checkpoints')  # nobody else looks while something is removed
             self.background = _Background(self.folder)
             if distributed.several() and not read_only:
                 logging.getLogger('absl').addHandler(self.background)

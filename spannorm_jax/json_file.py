@@ -16,11 +16,16 @@ def read_json(path: Path, most: int = SMALL) -> Any:
 
     Raises: BadData (longer than `most` bytes, not UTF-8, not JSON, nested too deeply), OSError.
     """
+    return parse_json(read_bytes(path, most), repr(str(path)))
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """All of a file. Raises: BadData (longer than `most` bytes), OSError."""
     with path.open('rb') as f:
         data = f.read(min(os.fstat(f.fileno()).st_size, most) + 1)  # read(n) takes n bytes of memory, however short the file
     if len(data) > most:
         raise BadData(f'{str(path)!r} is damaged: longer than {most >> 20} MiB')
-    return parse_json(data, repr(str(path)))
+    return data
 
 
 def parse_json(data: bytes, where: str) -> Any:
