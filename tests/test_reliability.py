@@ -31,7 +31,7 @@ SEED = int(os.environ.get('RELIABILITY_SEED', 20261130))
 STEPS = 10
 WAIT_S = 240.0
 SMALL = {
-    'model.vocab': 257, 'model.layers': 2, 'model.dropout': 0.1, 'optim.accumulate': 2, 'data.seq': 16, 'run.steps': STEPS,
+    'model.vocab': 257, 'model.dropout': 0.1, 'data.seq': 16, 'run.steps': STEPS,
     'run.checkpoint_every': 2, 'run.eval_every': 4, 'run.eval_tokens': 300, 'run.keep': 1,
 }  # fmt: skip
 QUICK = [
@@ -43,8 +43,8 @@ QUICK = [
     'evaluation',
 ]
 MODELS = {
-    'dense': {'model.topology': 'pre'},
-    'moe': {'model.topology': 'peri', 'model.experts': 4, 'model.first_dense': 1},
+    'dense': {'model.topology': 'pre', 'model.layers': 1},
+    'moe': {'model.topology': 'peri', 'model.layers': 2, 'model.experts': 4, 'model.first_dense': 1},
 }
 
 
