@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from spannorm_jax import distributed, manifest
+from spannorm_jax import distributed, layout, manifest
 from spannorm_jax.errors import BadData, MissingInput, StorageError, UserError
 from spannorm_jax.json_file import LARGE, read_json
 from spannorm_jax.step import TrainState
@@ -231,21 +231,32 @@ class Checkpoints:
 
         Raises: BadData where it is torn or of another model.
         """
-        args = ocp.args.Composite(params=ocp.args.StandardRestore(like.params), optim=ocp.args.StandardRestore(_by_path(like.opt_state)))
-        found = self._restore(step, args)
+        found = self._restore(step, {'params': like.params, 'optim': _by_path(like.opt_state)})
         leaves = [found['optim'][path] for path in _by_path(like.opt_state)]
         opt_state = jax.tree.unflatten(jax.tree.structure(like.opt_state), leaves)
         return like._replace(params=found['params'], opt_state=opt_state)
 
     def restore_params(self, step: int, like: Any) -> Any:
         """The parameters alone, for evaluation and sampling."""
-        return self._restore(step, ocp.args.Composite(params=ocp.args.StandardRestore(like)))['params']
+        return self._restore(step, {'params': like})['params']
 
-    def _restore(self, step: int, args: ocp.args.Composite) -> Any:
+    def _restore(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+        """Items of a checkpoint; one of an older layout is read as it is, and its arrays are then those of today."""
+        old = layout.split_first(self.meta(step))
+        asked = like
+        if old:
+            parts = {item: layout.before(_by_path(tree)) for item, tree in like.items()}
+            flat = {item: {path: s for made in of_item.values() for path, s in made.items()} for item, of_item in parts.items()}
+            asked = flat | {'params': layout.nested(flat['params'])}
         with self._reading(step):
             if damage := self.damage(step):
                 raise BadData(damage + MEND)
-            return self.manager.restore(step, args=args)
+            args = ocp.args.Composite(**{item: ocp.args.StandardRestore(tree) for item, tree in asked.items()})
+            found = self.manager.restore(step, args=args)
+            if old:
+                joined = {item: layout.join(_by_path(tree), _by_path(found[item])) for item, tree in like.items()}
+                return joined | {'params': layout.nested(joined['params'])}
+            return found
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:

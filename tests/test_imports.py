@@ -14,7 +14,7 @@ PACKAGE = ROOT / 'spannorm_jax'
 # A file imports only from above it; a folder counts as one file.
 ORDER = (
     'errors fields json_file manifest chips topology model_config config resume load initializers sharding rollcall launch '
-    'distributed watchdog embedding attention layers streams dispatch mla moe model loss optim data step program checkpoint track '
+    'distributed watchdog embedding attention layers streams dispatch mla moe model loss optim data step program layout checkpoint track '
     'nonfinite plot rundir restart host train '
     'diagnostics hlo plan search report bench sweep interop compare catalog audit doctor score progress commands cli __main__ '
     '__init__ '

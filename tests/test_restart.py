@@ -18,7 +18,9 @@ from spannorm_jax.checkpoint import FORMAT, Checkpoints
 from spannorm_jax.config import HOW_NOT_WHAT, Config, edit, from_dict, run_id, to_dict
 from spannorm_jax.errors import BadData, MissingInput, UserError
 from spannorm_jax.load import read_config
+from spannorm_jax.program import program
 from spannorm_jax.rundir import Position, spike_score
+from spannorm_jax.sharding import make_mesh
 from spannorm_jax.train import fit
 
 pytestmark = pytest.mark.reliability
@@ -237,6 +239,33 @@ def test_old_checkpoints_restore_and_go_on(tmp_path, path):
         assert list(sums[name].shape) == shape and np.abs(np.asarray(sums[name], np.float64)).sum() == total, name
     assert fit(edit(read_config(folder), {'run.dir': str(folder)}), corpus=FakeCorpus()).status == 'completed'
     np.testing.assert_allclose(losses(folder), expected['losses'], rtol=1e-4)
+
+
+def test_spannorms_blocks_of_format_1_are_today_one_run(tmp_path):
+    """Format 1 kept the first block, and in it the norm of the embedding, apart: parameters and moments, layer by layer."""
+    with tarfile.open(pathlib.Path(__file__).parent / 'golden_checkpoints' / 'format1_scanned.tar.xz') as tar:
+        tar.extractall(tmp_path, filter='data')
+    cfg = read_config(tmp_path / 'scanned')
+    made = program(cfg, make_mesh(cfg.mesh))
+    with Checkpoints(tmp_path / 'scanned' / 'checkpoints', read_only=True) as c:
+        old = c.manager.restore(4, args=ocp.args.Composite(params=ocp.args.StandardRestore(), optim=ocp.args.StandardRestore()))
+        new = c.restore(4, made.abstract)
+        alone = c.restore_params(4, made.abstract.params)
+    first, rest = old['params']['stack']['blocks_0'], old['params']['stack']['blocks_1']
+    assert cfg.model.layers == 3 and len(first['attn']['q']) == 1 and len(rest['attn']['q']) == 2
+    blocks = new.params['stack']['blocks_0']
+    for sub, name in (('attn', 'q'), ('ffn', 'down'), ('norm_attn_sum', 'gain')):
+        np.testing.assert_array_equal(blocks[sub][name], np.concatenate([first[sub][name], rest[sub][name]]))
+    np.testing.assert_array_equal(new.params['stack']['norm_embed']['gain'], first['norm_embed']['gain'][0])
+    np.testing.assert_array_equal(new.params['head'], old['params']['head'])
+    jax.tree.map(np.testing.assert_array_equal, alone, new.params)
+    moments = {jax.tree_util.keystr(p, simple=True, separator='.'): x for p, x in jax.tree_util.tree_flatten_with_path(new.opt_state)[0]}
+    checked = 0
+    for path, x in moments.items():
+        if 'blocks_0.attn.q' in path:
+            np.testing.assert_array_equal(x, np.concatenate([old['optim'][path], old['optim'][path.replace('blocks_0', 'blocks_1')]]))
+            checked += 1
+    assert checked == 2 and all(x.shape == s.shape for x, s in zip(moments.values(), jax.tree.leaves(made.abstract.opt_state), strict=True))
 
 
 def test_there_is_an_old_checkpoint_of_every_format_and_layout():
