@@ -240,7 +240,7 @@ class Checkpoints:
         """The parameters alone, for evaluation and sampling."""
         return self._restore(step, {'params': like})['params']
 
-    def _restore(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
+    def _restore(self, step: int, like: dict[str, Any]) -> Any:
         """Items of a checkpoint; one of an older layout is read as it is, and its arrays are then those of today."""
         old = layout.split_first(self.meta(step))
         asked = like
