@@ -98,6 +98,18 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Verify:
+    """Check every committed checkpoint of RUN against its manifest: exit 65 where a file is not what was written.
+
+    Example: spannorm verify runs/nano-1a2b3c4d
+    """
+
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """Folder of a run."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """Compile the train step of CONFIG ahead of time for chips that are not here: memory, FLOPs, collectives; exit 1 if too large.
 
@@ -167,6 +179,7 @@ COMMANDS = {
     'train': Command(Train, commands.train, True),
     'prepare': Command(Prepare, commands.prepare),
     'eval': Command(Eval, commands.evaluate),
+    'verify': Command(Verify, commands.verify),
     'audit': Command(Audit, commands.audit, True),
     'plan': Command(Plan, commands.plan, True),
     'theory': Command(Theory, commands.theory),
