@@ -39,7 +39,7 @@ _NEVER = {
         'model.latent_norm_eps model.norm_eps model.final_norm_eps model.positions model.rope_theta model.attn_scale model.document_mask '
         'model.attn_soft_cap model.logit_soft_cap model.embed_scale model.branch_scale model.logit_scale model.first_skip model.alpha '
         'model.first_block model.residual_scale model.residual_exit_scale model.hc_tanh model.sinkhorn_rounds model.norm_input_guard '
-        'model.dtype model.residual_dtype'
+        'model.dtype model.residual_dtype model.parametrization model.base_width model.base_head_dim model.base_layers model.depth_alpha'
     ),
     'the run began with other values': 'model.init model.init_std model.embed_std model.scale_init model.beta model.branch_gain_init',
     'other state of the optimizer': 'optim.optimizer',
