@@ -98,6 +98,35 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Generate:
+    """Continue texts with RUN's newest checkpoint.
+
+    A single prompt's text appears as it is made; of several, each when all are done.
+
+    Example: spannorm generate runs/nano-1a2b3c4d --prompt 'def main' --temperature 0.8 --top-p 0.95
+    """
+
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """Folder of a run."""
+    prompt: tuple[str, ...] = ('',)
+    """What to continue; several make one batch."""
+    max_tokens: int = 128
+    temperature: float = 1.0
+    """0 takes the most likely token each time."""
+    top_k: int | None = None
+    """Only the k most likely tokens."""
+    top_p: float | None = None
+    """Only the smallest set of the most likely tokens that together have this probability."""
+    min_p: float | None = None
+    """Only tokens at least this many times as likely as the most likely one."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a text; they are left out."""
+    seed: int = 0
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """Compile the train step of CONFIG ahead of time for chips that are not here: memory, FLOPs, collectives; exit 1 if too large.
 
@@ -149,6 +178,7 @@ COMMANDS = {
     'train': Command(Train, commands.train, True),
     'prepare': Command(Prepare, commands.prepare),
     'eval': Command(Eval, commands.evaluate),
+    'generate': Command(Generate, commands.generate),
     'audit': Command(Audit, commands.audit, True),
     'plan': Command(Plan, commands.plan, True),
     'topologies': Command(Topologies, commands.topologies),

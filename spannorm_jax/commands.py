@@ -74,6 +74,35 @@ def evaluate(args: 'cli.Eval') -> int:
     return 0
 
 
+def generate(args: 'cli.Generate') -> int:
+    from spannorm_jax import generate as g
+    from spannorm_jax.score import load_run
+
+    sampling = g.Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    cfg, lm, params, step, tokenizer, mesh = load_run(find_run(args.run), args.mesh)
+    alone = len(args.prompt) == 1 and not args.json
+    if alone:
+        print(args.prompt[0], end='', flush=True)
+
+    def say(row, piece):
+        if alone:
+            print(piece, end='', flush=True)
+
+    made = g.generate(lm, params, tokenizer, args.prompt, args.max_tokens, sampling, args.seed, args.stop, say, mesh)
+    if alone:
+        print()
+    elif args.json:
+        texts = [c._asdict() for c in made.completions]
+        print_json({'run': args.run, 'step': step, 'seed': args.seed, 'completions': texts, 'tokens_per_s': made.tokens_per_s})
+    else:
+        for c in made.completions:
+            print(f'--- {c.prompt!r} ({c.finish})\n{c.prompt}{c.text}')
+    count = sum(len(c.tokens) for c in made.completions)
+    beyond = f'; longer than the {cfg.data.seq} tokens of a row in training' if args.max_tokens > cfg.data.seq else ''
+    print(f'step {step}, {count} tokens, {made.tokens_per_s:.0f} tokens/s{beyond}', file=sys.stderr)
+    return 0
+
+
 def audit(args: 'cli.Audit') -> int:
     from spannorm_jax.audit import audit, grouped, span_of
 

@@ -14,8 +14,8 @@ PACKAGE = ROOT / 'spannorm_jax'
 # A file imports only from above it; a folder counts as one file.
 ORDER = (
     'errors fields chips topology model_config config load initializers sharding rollcall launch distributed embedding '
-    'attention layers streams dispatch mla moe model loss optim data step program checkpoint track plot rundir host train '
-    'diagnostics hlo plan search report bench sweep interop compare catalog audit doctor score progress commands cli __main__ '
+    'attention cache layers streams dispatch mla moe model loss optim data step program checkpoint track plot rundir host train '
+    'diagnostics hlo plan search report bench sweep interop compare catalog audit doctor score generate progress commands cli __main__ '
     '__init__ '
 ).split()
 CORE = ORDER[: ORDER.index('loss') + 1]
