@@ -76,7 +76,7 @@ def places(cfg: ModelConfig, layout: Layout) -> dict[str, Place]:
             continue
         _, l, own = name.split('.', 2)
         stem, (module, suffix) = f'{layout.prefix}{l}.', split(own)
-        special = latent(cfg, module) if cfg.attention == 'mla' else None
+        special = latent(cfg, module, suffix) if cfg.attention == 'mla' else None
         if cfg.experts and int(l) >= cfg.first_dense:
             special = special or routed(cfg, own)
         if special:
@@ -91,7 +91,7 @@ def places(cfg: ModelConfig, layout: Layout) -> dict[str, Place]:
     return found
 
 
-def latent(cfg: ModelConfig, module: str) -> Place | None:
+def latent(cfg: ModelConfig, module: str, suffix: str) -> Place | None:
     """Weights of mla, two of which hold two of ours: the compressed vector above the rotated key, and per head a key above a value."""
     C, nope, J = cfg.kv_latent, cfg.nope_dim, cfg.v_dim
     head = np.arange(cfg.heads)[:, None] * (nope + J)
@@ -99,8 +99,8 @@ def latent(cfg: ModelConfig, module: str) -> Place | None:
     return {
         'attn.q': Place(('self_attn.q_proj.weight' if cfg.q_latent is None else 'self_attn.q_b_proj.weight',)),
         'attn.q_a': Place(('self_attn.q_a_proj.weight',)),
-        'attn.norm_q_a': Place(('self_attn.q_a_layernorm.weight',)),
-        'attn.norm_kv_a': Place(('self_attn.kv_a_layernorm.weight',)),
+        'attn.norm_q_a': Place((f'self_attn.q_a_layernorm{suffix}',)),
+        'attn.norm_kv_a': Place((f'self_attn.kv_a_layernorm{suffix}',)),
         'attn.kv_a': Place(compressed, slice(0, C)),
         'attn.k_rope': Place(compressed, slice(C, C + cfg.rope_dim)),
         'attn.k': Place(expanded, (head + np.arange(nope)).ravel()),

@@ -141,7 +141,7 @@ def _write(path: Path, arrays: dict[str, tuple[tuple[int, ...], Callable[[], np.
 
 
 def _arrays(arrays: dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]) -> Iterator[np.ndarray]:
-    for name, (shape, make) in arrays.items():
+    for shape, make in arrays.values():
         data = np.ascontiguousarray(make(), '<f4').reshape(shape)
         yield data
         del data

@@ -1,0 +1,1 @@
+"""Models of other projects: Hugging Face folders in and out."""
