@@ -100,6 +100,12 @@ class Checkpoints:
         with disk_errors('write a checkpoint to', self.folder):
             self.manager.save(step, args=args)
 
+    def save_params(self, step: int, params: Any, meta: dict[str, Any]) -> None:
+        """Weights without optimizer state, of a model that was trained elsewhere."""
+        args = ocp.args.Composite(params=ocp.args.StandardSave(params), meta=ocp.args.JsonSave({'format': FORMAT, 'step': step, **meta}))
+        with disk_errors('write a checkpoint to', self.folder):
+            self.manager.save(step, args=args)
+
     def poll(self) -> None:
         """Raise what a background write ran into, at once rather than at the next save."""
         with disk_errors('write a checkpoint to', self.folder):

@@ -127,6 +127,42 @@ class Generate:
 
 
 @dataclass(frozen=True)
+class Export:
+    """Write RUN's newest checkpoint to DIR as Hugging Face lays a model out: config.json, model.safetensors, tokenizer files.
+
+    Topology pre becomes a Llama that transformers opens; every other one brings a torch file (trust_remote_code).
+
+    Example: spannorm export runs/nano-1a2b3c4d exported
+    """
+
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """Folder of a run."""
+    dir: Annotated[str, Positional, tyro.conf.arg(metavar='DIR')]
+    """New or empty folder."""
+    model_type: str | None = None
+    """llama, gemma2, olmo2, hyperclovax, deepseek_v2, deepseek_v3 (where they can express the model) or spannorm_jax; None chooses."""
+    shard_gb: float = 4.0
+    """Largest file, in 10^9 bytes."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make RUN from DIR, a model in Hugging Face's layout on this disk: to evaluate, sample and export it. No code of DIR is run.
+
+    Example: spannorm import exported runs/imported
+    """
+
+    dir: Annotated[str, Positional, tyro.conf.arg(metavar='DIR')]
+    """Folder with config.json and model.safetensors, or shards of it."""
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """New or empty folder."""
+    seq: int | None = None
+    """Tokens per row in evaluations; None means max_position_embeddings."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """Compile the train step of CONFIG ahead of time for chips that are not here: memory, FLOPs, collectives; exit 1 if too large.
 
@@ -179,6 +215,8 @@ COMMANDS = {
     'prepare': Command(Prepare, commands.prepare),
     'eval': Command(Eval, commands.evaluate),
     'generate': Command(Generate, commands.generate),
+    'export': Command(Export, commands.export),
+    'import': Command(Import, commands.import_),
     'audit': Command(Audit, commands.audit, True),
     'plan': Command(Plan, commands.plan, True),
     'topologies': Command(Topologies, commands.topologies),

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -380,7 +380,7 @@ def unstack(cfg: ModelConfig, tree: Any) -> dict[str, Any]:
     return named
 
 
-def restack(cfg: ModelConfig, named: dict[str, Any]) -> dict[str, Any]:
+def restack(cfg: ModelConfig, named: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `unstack`. Raises KeyError for a missing name and ValueError for one that is left over or has another shape."""
     tree, used, values = infos(cfg), set(), []
     for name, layers, info in each_param(cfg, tree):

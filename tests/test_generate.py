@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_cli import TINY
 from test_topology import random_params, tiny
 
 from spannorm_jax import LM, cli
@@ -151,21 +150,9 @@ def test_refusals():
         generate(small, None, BYTES, ['x'])
 
 
-@pytest.fixture(scope='module')
-def run(tmp_path_factory):
-    """A tiny run with a checkpoint."""
-    folder = tmp_path_factory.mktemp('generate')
-    (folder / 'text').mkdir()
-    for i in range(80):
-        (folder / 'text' / f'{i}.txt').write_text(f'document {i} ' * 20)
-    where = f'--data.source {folder / "text"} --data.cache {folder / "cache"} --run.dir {folder / "run"}'
-    assert cli.main(f'train debug {where}'.split() + TINY) == 0
-    return str(folder / 'run')
-
-
-def test_command(run, capsys):
+def test_command(trained, capsys):
     capsys.readouterr()
-    greedy = ['generate', run, '--temperature', '0', '--max-tokens', '5', '--mesh.devices', '1', '--prompt', 'document']
+    greedy = ['generate', trained, '--temperature', '0', '--max-tokens', '5', '--mesh.devices', '1', '--prompt', 'document']
     assert cli.main(greedy) == 0
     out, err = capsys.readouterr()
     assert out.startswith('document') and 'step 3, ' in err and 'tokens/s' in err
@@ -187,6 +174,6 @@ def test_command(run, capsys):
         ('generate RUN --promt x', 2, "did you mean '--prompt'?"),
     ],
 )
-def test_bad_input(line, code, message, run, capsys):
-    assert cli.main(line.replace('RUN', run).split()) == code
+def test_bad_input(line, code, message, trained, capsys):
+    assert cli.main(line.replace('RUN', trained).split()) == code
     assert message in capsys.readouterr().err

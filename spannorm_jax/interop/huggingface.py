@@ -44,7 +44,7 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
     def weight(name: str) -> np.ndarray:
         return np.array(there[name].read(), np.float32)
 
-    return cfg, restack(cfg, names.Named(cfg, where, weight))  # pyright: ignore[reportArgumentType]
+    return cfg, restack(cfg, names.Named(cfg, where, weight))
 
 
 def _read(config: dict[str, Any], folder: Path) -> tuple[ModelConfig, names.Layout]:

@@ -4,6 +4,7 @@ Theirs are matrices [out, in]; ours are [in, heads, dims] or [in, out], and norm
 their rows, make one parameter; `canonical` reads by it and `stored` writes.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ class Place(NamedTuple):
     rows: Any = slice(None)
 
 
+@functools.lru_cache(maxsize=8)  # a trace of the model, which takes a while
 def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by canonical name."""
     found = {}
