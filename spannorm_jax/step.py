@@ -198,8 +198,8 @@ def layer_ratios(model: ModelConfig, infos: Any, grads: Any, updates: Any, param
     """layer/grad_rms/{role}: rms of the gradient; layer/update_ratio/{role}: |update| / |weights|. NaN where a layer has no such role."""
     grad, update, weight, count = {}, {}, {}, {}
     rows = zip(*(each_param(model, tree) for tree in (infos, grads, updates, params)), strict=True)
-    for (name, layers, info), (_, _, g), (_, _, u), (_, _, w) in rows:
-        if layers is None or name.startswith('norm_embed.'):
+    for (_, layers, info), (_, _, g), (_, _, u), (_, _, w) in rows:
+        if layers is None:
             continue
         at = slice(layers.start, layers.stop)
         for total, leaf in ((grad, g), (update, u), (weight, w)):

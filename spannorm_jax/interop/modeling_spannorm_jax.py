@@ -202,7 +202,9 @@ class SpanNormForCausalLM(PreTrainedModel, GenerationMixin):
         for blocks in self.config.runs:
             for i in range(blocks['layers']):
                 coef = {k: v[i] for k, v in blocks['coef'].items()}
-                stream = self.block(cfg, run[blocks['rule']], blocks['moe'], coef, self.model.layers[lo + i], stream, ctx, outer)
+                first = self.config.embed_norm_inside and lo + i == 0
+                coef['embedded'] = (lambda x: outer('embed', x)) if first else (lambda x: x)
+                stream = self.block(cfg, run[blocks['rule']], blocks['moe'], coef, self.model.layers[lo + i], stream, ctx)
             lo += blocks['layers']
         x = run[self.config.leave](stream, outer, c)
         head = embed if cfg.tie_embeddings else get(self.lm_head, 'weight')
@@ -212,10 +214,9 @@ class SpanNormForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return CausalLMOutput(loss=loss, logits=logits)
 
-    def block(self, cfg, rule, is_moe, coef, w, stream, ctx, outer):
+    def block(self, cfg, rule, is_moe, coef, w, stream, ctx):
         def norm(site, x):
-            own = get(w, f'norms.{site}.weight') is not None
-            return norm_at(cfg, w, f'norms.{site}', x, cfg.norm_eps) if own else outer(site, x)
+            return norm_at(cfg, w, f'norms.{site}', x, cfg.norm_eps)
 
         def param(name, *args, **kwargs):
             return get(w, name)

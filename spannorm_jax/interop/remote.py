@@ -56,7 +56,7 @@ def config(cfg: ModelConfig) -> dict[str, Any]:
             {'layers': n, 'rule': rule.__name__, 'moe': moe, 'coef': {k: [row[k] for row in rows] for k in rows[0]}, 'weights': own}
         )
         lo += n
-    facts = {k: v for k, v in vars(resolved).items() if k not in ('kv_heads', 'head_dim')} | {
+    facts = vars(resolved) | {
         'kv_heads': cfg.resolved_kv_heads, 'head_dim': cfg.resolved_head_dim, 'value_dim': cfg.value_dim, 'rotated_dim': cfg.rotated_dim,
         'gated': cfg.gated,
     }  # fmt: skip
@@ -64,7 +64,8 @@ def config(cfg: ModelConfig) -> dict[str, Any]:
         'architectures': ['SpanNormForCausalLM'],
         'auto_map': {k: f'{Path(FILE).stem}.{v}' for k, v in CLASSES.items()},
         'vocab_size': cfg.vocab, 'hidden_size': cfg.width, 'num_hidden_layers': cfg.layers, 'num_attention_heads': cfg.heads,
-        'use_cache': False, 'facts': facts, 'enter': entry.enter.__name__, 'leave': entry.leave.__name__, 'runs': runs,
+        'use_cache': False, 'facts': facts, 'enter': entry.enter.__name__, 'embed_norm_inside': entry.embed_norm_inside(cfg),
+        'leave': entry.leave.__name__, 'runs': runs,
         'weights': {k: v for k, v in weights.items() if not k.startswith(LAYOUT.prefix)},
     }  # fmt: skip
 
