@@ -65,7 +65,7 @@ class LatentAttention(Attention):
         """The weight that makes the heads of q, k or v, and its logical axes."""
         cfg = self.cfg
         direct = name == 'q' and cfg.q_latent is None
-        fan_in = cfg.width if direct else cfg.q_latent if name == 'q' else cfg.kv_latent
+        fan_in = (cfg.q_latent or cfg.width) if name == 'q' else cfg.kv_latent
         dim = {'q': cfg.resolved_head_dim, 'k': cfg.nope_dim, 'v': cfg.v_dim}[name]
         axes = 'width' if direct else 'latent', 'heads', 'head_dim'
         return self.matrix(name, (fan_in, cfg.heads, dim), axes), axes

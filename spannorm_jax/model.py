@@ -90,9 +90,10 @@ class Block(nn.Module):
             return out[site]
 
         def embedded(x):
-            if ctx.embed_norm is None:
+            weights = ctx.embed_norm
+            if weights is None:
                 return x
-            return jax.lax.cond(coef['layer'] == 0, lambda x: apply_norm(cfg, x, ctx.embed_norm), lambda x: x, x)
+            return jax.lax.cond(coef['layer'] == 0, lambda x: apply_norm(cfg, x, weights), lambda x: x, x)
 
         def sublayer(name, module, salt):
             def call(x, norms=''):
@@ -229,7 +230,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens_BT, segments_BT=None, positions_BT=None, dropout_key=None, head: bool = True, cache=None):
-        cfg, past, held = self.cfg, None, None
+        cfg, past, held, after = self.cfg, None, None, None
         V, D = cfg.vocab, cfg.width
         w_VD = make(self, 'embed', (V, D), ('vocab', 'width'), 'embed', matrix_init(cfg, 'embed', V, D), 1)
         x_BTD = look_up(w_VD, tokens_BT, cfg.residual_dtype) * cfg.embed_scale
@@ -237,15 +238,15 @@ class Transformer(nn.Module):
             x_BTD = dropout(x_BTD, cfg.dropout, jax.random.fold_in(dropout_key, cfg.layers))
         if cache is not None:
             held = cache.runs
-            segments_BT, positions_BT, past, cache = caches.advance(cfg, cache, tokens_BT.shape[1], segments_BT, positions_BT)
+            segments_BT, positions_BT, past, after = caches.advance(cfg, cache, tokens_BT.shape[1], segments_BT, positions_BT)
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         ctx = context(cfg, positions_BT, segments_BT, dropout_key if cfg.dropout else None, past)
         x_BTD, extras = Stack(cfg, collect=self.collect, name='stack')(x_BTD, ctx, held)
-        if cache is not None:
-            extras['cache'] = cache._replace(runs=caches.remember(cache.runs, extras['cache'], past.start))
+        if cache is not None and after is not None:
+            extras['cache'] = after._replace(runs=caches.remember(cache.runs, extras['cache'], cache.used))
             # A write past the last slot would land on others: better no number than a wrong one.
-            x_BTD = jnp.where(extras['cache'].used <= cache.segments_BS.shape[1], x_BTD, jnp.nan)
+            x_BTD = jnp.where(after.used <= cache.segments_BS.shape[1], x_BTD, jnp.nan)
         if cfg.tie_embeddings:
             w_DV = w_VD.T
         else:

@@ -263,7 +263,7 @@ FAMILIES = {
 
 def read_config(config: dict[str, Any]) -> ModelConfig:
     """Raises: UserError for a model_type or a feature that is not implemented."""
-    kind = config.get('model_type')
+    kind = str(config.get('model_type'))
     family = FAMILIES[kind]
     given = (GEMMA2_ON if kind == 'gemma2' else {}) | config
     facts = Facts(given, family.defaults)

@@ -6,6 +6,7 @@ K kv heads, G heads per kv head, H dimensions of a key, J of a value, F hidden u
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ class Weights(nn.Module):
             module.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
 
 
-def get(module, name):
+def get(module, name) -> Any:
     """A parameter, or None where there is none of that name."""
     *path, leaf = name.split('.')
     for part in path:

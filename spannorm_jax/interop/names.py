@@ -131,7 +131,8 @@ class Named(Mapping):
     def __getitem__(self, name: str) -> Any:
         place, shape = self.where[name], self.sizes[name]
         if len(place.weights) == 1:
-            return self._shaped(name, self.weight(place.weights[0])[place.rows], shape)
+            w = self.weight(place.weights[0])
+            return self._shaped(name, w[place.rows] if w.ndim else w, shape)  # a scalar has no rows
         return np.stack([self._shaped(name, self.weight(w), shape[1:]) for w in place.weights])
 
     @staticmethod

@@ -127,7 +127,8 @@ def write_folder(folder: Path, arrays: dict[str, tuple[tuple[int, ...], Callable
 
 
 def _write(path: Path, arrays: dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]) -> None:
-    header, at = {'__metadata__': {'format': 'pt'}}, 0
+    header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+    at = 0
     for name, (shape, _) in arrays.items():
         end = at + 4 * math.prod(shape)
         header[name] = {'dtype': 'F32', 'shape': list(shape), 'data_offsets': [at, end]}
@@ -137,7 +138,7 @@ def _write(path: Path, arrays: dict[str, tuple[tuple[int, ...], Callable[[], np.
     with path.open('wb') as file:
         file.write(struct.pack('<Q', len(text)) + text)
         for data in _arrays(arrays):
-            file.write(memoryview(data).cast('B') if data.size else b'')
+            file.write(data.data if data.size else b'')
 
 
 def _arrays(arrays: dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]) -> Iterator[np.ndarray]:
