@@ -98,6 +98,18 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Verify:
+    """Check every committed checkpoint of RUN against its manifest: exit 65 where a file is not what was written.
+
+    Example: spannorm verify runs/nano-1a2b3c4d
+    """
+
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """Folder of a run."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Generate:
     """Continue texts with RUN's newest checkpoint.
 
@@ -214,6 +226,7 @@ COMMANDS = {
     'train': Command(Train, commands.train, True),
     'prepare': Command(Prepare, commands.prepare),
     'eval': Command(Eval, commands.evaluate),
+    'verify': Command(Verify, commands.verify),
     'generate': Command(Generate, commands.generate),
     'export': Command(Export, commands.export),
     'import': Command(Import, commands.import_),

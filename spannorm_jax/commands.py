@@ -8,7 +8,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from spannorm_jax.errors import CheckFailed, UserError
+from spannorm_jax.errors import BadData, CheckFailed, UserError
 from spannorm_jax.load import find_run
 
 if TYPE_CHECKING:
@@ -71,6 +71,24 @@ def evaluate(args: 'cli.Eval') -> int:
     print(f'  {found["bits_per_byte"]:.4f} bits/byte, {found["loss"]:.4f} nats/token, perplexity {found["perplexity"]:.3f} per token')
     print(f'  {found["tokens"]:,} tokens, {found["documents"]:,} documents, {found["bytes"]:,} bytes')
     print(f'  protocol: {found["protocol"]}')
+    return 0
+
+
+def verify(args: 'cli.Verify') -> int:
+    from spannorm_jax.manifest import verify
+
+    found = verify(find_run(args.run))
+    if args.json:
+        print_json(found)
+    else:
+        for row in found['checkpoints']:
+            print(f'step {row["step"]:>8}  {row["status"]:11}  {row["files"]:>5} files  {row["bytes"]:>15,} bytes')
+            print(''.join(f'  {problem}\n' for problem in row['problems']), end='')
+        for name in found['leftovers']:
+            print(f'left over: {name} (training removes it when it goes on)')
+        print(f'{sum(r["bytes"] for r in found["checkpoints"]) / 1e6:,.1f} MB in {found["seconds"]:.1f} s')
+    if bad := [row for row in found['checkpoints'] if row['problems']]:
+        raise BadData('; '.join(f'step {row["step"]} of {args.run!r} is damaged: {row["problems"][0]}' for row in bad))
     return 0
 
 

@@ -145,6 +145,14 @@ class RunConfig:
     """Also keep every checkpoint whose step is a multiple of this; 0 keeps none."""
     nonfinite: Literal['stop', 'skip', 'rollback'] = 'stop'
     """When a loss or gradient is not finite: stop; leave that update out; or go back to the last checkpoint and leave its data out."""
+    hang_s: float = 1800.0
+    """Seconds without a step, or a batch of an evaluation, after which stacks are written and the run ends with exit code 71; 0 never."""
+    resume: Literal['auto', 'must'] = 'auto'
+    """auto: go on from the newest checkpoint, or begin where there is none; must: that there is none is an error."""
+    torn: Literal['stop', 'previous'] = 'stop'
+    """When the newest checkpoint is not what its manifest says: stop; or set it aside, and go on from the one before."""
+    accept: tuple[str, ...] = ()
+    """Dotted names of fields that this start may change though the run goes on as another one (docs/reliability.md)."""
     root: str = 'runs'
     """Folder of the run directories."""
     dir: str | None = None
@@ -158,6 +166,7 @@ class RunConfig:
         positive(self, 'keep')
         check_range(self, ('steps', 'seed', 'stats_every', 'eval_every', 'checkpoint_every', 'keep_every'), 0)
         check_range(self, ('eval_tokens',), 1)
+        check_range(self, ('hang_s',), 0)
 
 
 @dataclass(frozen=True)
@@ -186,7 +195,21 @@ HOW_NOT_WHAT = {
     'data': ('workers', 'cache'),
     'optim': ('loss_chunk',),
     'mesh': ('replica', 'data', 'fsdp', 'expert', 'sequence', 'tensor', 'devices', 'platform'),
-    'run': ('root', 'dir', 'sinks', 'log_every', 'stats_every', 'eval_every', 'checkpoint_every', 'keep', 'keep_every'),
+    'run': (
+        'root',
+        'dir',
+        'sinks',
+        'log_every',
+        'stats_every',
+        'eval_every',
+        'checkpoint_every',
+        'keep',
+        'keep_every',
+        'hang_s',
+        'resume',
+        'torn',
+        'accept',
+    ),  # fmt: skip
 }
 
 

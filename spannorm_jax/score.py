@@ -18,7 +18,7 @@ from spannorm_jax.load import read_config
 from spannorm_jax.model import LM, infos
 from spannorm_jax.rundir import Outcome, model_line
 from spannorm_jax.step import evaluate, make_eval_step
-from spannorm_jax.track import parse_rows
+from spannorm_jax.track import read_rows
 
 PROTOCOL = (
     'rows of {seq} tokens, cut from whole documents without overlap; a token sees its own document from the start of its row; '
@@ -109,8 +109,7 @@ def summary(cfg: Config, outcome: Outcome) -> str:
     """One line (two with the picture) on a run that has ended: status, held-out bits/byte beside the bigram baseline, where it is."""
     folder = Path(outcome.dir)
     last: dict[str, Any] = {}
-    metrics = folder / 'metrics.jsonl'
-    for row in parse_rows(metrics.read_text('utf-8'), str(metrics)) if metrics.is_file() else ():
+    for row in read_rows(folder / 'metrics.jsonl'):
         last |= row
     parts = [f'{folder.name} ({model_line(cfg)}): {outcome.status} at step {outcome.step}']
     if outcome.reason:

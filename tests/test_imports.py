@@ -13,14 +13,15 @@ PACKAGE = ROOT / 'spannorm_jax'
 
 # A file imports only from above it; a folder counts as one file.
 ORDER = (
-    'errors fields chips topology model_config config load initializers sharding rollcall launch distributed embedding '
-    'attention cache layers streams dispatch mla moe model loss optim data step program checkpoint track plot rundir host train '
+    'errors fields json_file manifest chips topology model_config config resume load initializers sharding rollcall launch '
+    'distributed watchdog embedding attention cache layers streams dispatch mla moe model loss optim data step program layout checkpoint '
+    'track nonfinite plot rundir restart host train '
     'diagnostics hlo plan search report bench sweep interop compare catalog audit doctor score generate progress commands cli __main__ '
     '__init__ '
 ).split()
 CORE = ORDER[: ORDER.index('loss') + 1]
 CORE_LIBRARIES = {'jax', 'flax', 'jaxtyping', 'numpy'}
-LIGHT = 'errors fields chips topology model_config config load cli commands __main__ __init__'.split()
+LIGHT = 'errors fields json_file manifest chips topology model_config config resume load cli commands __main__ __init__'.split()
 
 
 def modules():
