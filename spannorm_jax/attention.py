@@ -212,13 +212,27 @@ def attention(
     stats: bool = False,
 ) -> tuple[Float[Array, 'B T N J'], dict[str, Array]]:
     """softmax(cap(scale q k) + mask) v by the chosen kernel, and statistics, for which the reference is run."""
-    T, scale = q_BTNH.shape[1], parametrization.attn_scale(cfg)
+    T = q_BTNH.shape[1]
     if stats:
-        mask_BTS = may_see(T, segments_BT, causal)
-        o_BTNJ, p_BKGTS = attend(q_BTNH, k_BSKH, v_BSKJ, mask_BTS, scale, cfg.attn_soft_cap)
-        return o_BTNJ, attention_stats(p_BKGTS, mask_BTS)
+        return masked_attention(cfg, q_BTNH, k_BSKH, v_BSKJ, may_see(T, segments_BT, causal), stats)
     name, _ = choose_kernel(cfg, T, causal)
-    return KERNELS[name].run(q_BTNH, k_BSKH, v_BSKJ, segments_BT, problem(cfg, T, causal), scale), {}
+    return KERNELS[name].run(q_BTNH, k_BSKH, v_BSKJ, segments_BT, problem(cfg, T, causal), parametrization.attn_scale(cfg)), {}
+
+
+def masked_attention(
+    cfg: ModelConfig,
+    q_BTNH: Float[Array, 'B T N H'],
+    k_BSKH: Float[Array, 'B S K H'],
+    v_BSKJ: Float[Array, 'B S K J'],
+    mask_BTS: Bool[Array, '#B T S'],
+    stats: bool = False,
+) -> tuple[Float[Array, 'B T N J'], dict[str, Array]]:
+    """The same by the reference, for any mask: the T queries need not stand at the S positions of the keys."""
+    asked = q_BTNH, k_BSKH, v_BSKJ, mask_BTS, parametrization.attn_scale(cfg), cfg.attn_soft_cap
+    if not stats:
+        return attend_in_parts(*asked), {}
+    o_BTNJ, p_BKGTS = attend(*asked)
+    return o_BTNJ, attention_stats(p_BKGTS, mask_BTS)
 
 
 def verify_kernel(cfg: ModelConfig, T: int) -> str | None:

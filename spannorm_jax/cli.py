@@ -110,6 +110,71 @@ class Verify:
 
 
 @dataclass(frozen=True)
+class Generate:
+    """Continue texts with RUN's newest checkpoint.
+
+    A single prompt's text appears as it is made; of several, each when all are done.
+
+    Example: spannorm generate runs/nano-1a2b3c4d --prompt 'def main' --temperature 0.8 --top-p 0.95
+    """
+
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """Folder of a run."""
+    prompt: tuple[str, ...] = ('',)
+    """What to continue; several make one batch."""
+    max_tokens: int = 128
+    temperature: float = 1.0
+    """0 takes the most likely token each time."""
+    top_k: int | None = None
+    """Only the k most likely tokens."""
+    top_p: float | None = None
+    """Only the smallest set of the most likely tokens that together have this probability."""
+    min_p: float | None = None
+    """Only tokens at least this many times as likely as the most likely one."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a text; they are left out."""
+    seed: int = 0
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write RUN's newest checkpoint to DIR as Hugging Face lays a model out: config.json, model.safetensors, tokenizer files.
+
+    Topology pre becomes a Llama that transformers opens; every other one brings a torch file (trust_remote_code).
+
+    Example: spannorm export runs/nano-1a2b3c4d exported
+    """
+
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """Folder of a run."""
+    dir: Annotated[str, Positional, tyro.conf.arg(metavar='DIR')]
+    """New or empty folder."""
+    model_type: str | None = None
+    """llama, gemma2, olmo2, hyperclovax, deepseek_v2, deepseek_v3 (where they can express the model) or spannorm_jax; None chooses."""
+    shard_gb: float = 4.0
+    """Largest file, in 10^9 bytes."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make RUN from DIR, a model in Hugging Face's layout on this disk: to evaluate, sample and export it. No code of DIR is run.
+
+    Example: spannorm import exported runs/imported
+    """
+
+    dir: Annotated[str, Positional, tyro.conf.arg(metavar='DIR')]
+    """Folder with config.json and model.safetensors, or shards of it."""
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """New or empty folder."""
+    seq: int | None = None
+    """Tokens per row in evaluations; None means max_position_embeddings."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """Compile the train step of CONFIG ahead of time for chips that are not here: memory, FLOPs, collectives; exit 1 if too large.
 
@@ -180,6 +245,9 @@ COMMANDS = {
     'prepare': Command(Prepare, commands.prepare),
     'eval': Command(Eval, commands.evaluate),
     'verify': Command(Verify, commands.verify),
+    'generate': Command(Generate, commands.generate),
+    'export': Command(Export, commands.export),
+    'import': Command(Import, commands.import_),
     'audit': Command(Audit, commands.audit, True),
     'plan': Command(Plan, commands.plan, True),
     'theory': Command(Theory, commands.theory),

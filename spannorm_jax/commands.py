@@ -92,6 +92,68 @@ def verify(args: 'cli.Verify') -> int:
     return 0
 
 
+def generate(args: 'cli.Generate') -> int:
+    from spannorm_jax import generate as g
+    from spannorm_jax.score import load_run
+
+    sampling = g.Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    cfg, lm, params, step, tokenizer, mesh = load_run(find_run(args.run), args.mesh)
+    alone = len(args.prompt) == 1 and not args.json
+    if alone:
+        print(args.prompt[0], end='', flush=True)
+
+    def say(row, piece):
+        if alone:
+            print(piece, end='', flush=True)
+
+    made = g.generate(lm, params, tokenizer, args.prompt, args.max_tokens, sampling, args.seed, args.stop, say, mesh)
+    if alone:
+        print()
+    elif args.json:
+        texts = [c._asdict() for c in made.completions]
+        print_json({'run': args.run, 'step': step, 'seed': args.seed, 'completions': texts, 'tokens_per_s': made.tokens_per_s})
+    else:
+        for c in made.completions:
+            print(f'--- {c.prompt!r} ({c.finish})\n{c.prompt}{c.text}')
+    count = sum(len(c.tokens) for c in made.completions)
+    beyond = f'; longer than the {cfg.data.seq} tokens of a row in training' if args.max_tokens > cfg.data.seq else ''
+    print(f'step {step}, {count} tokens, {made.tokens_per_s:.0f} tokens/s{beyond}', file=sys.stderr)
+    return 0
+
+
+def export(args: 'cli.Export') -> int:
+    from spannorm_jax.config import MeshConfig
+    from spannorm_jax.interop import save_hf
+    from spannorm_jax.score import load_run
+
+    if args.shard_gb <= 0:
+        raise UserError(f'export: --shard-gb {args.shard_gb} must be above 0')
+    loaded = load_run(find_run(args.run), MeshConfig())
+    options = {'model_type': args.model_type, 'positions': loaded.cfg.data.seq, 'shard_bytes': int(args.shard_gb * 1e9)}
+    kind = save_hf(loaded.cfg.model, loaded.params, args.dir, tokenizer=loaded.tokenizer, **options)
+    if args.json:
+        print_json({'run': args.run, 'step': loaded.step, 'dir': args.dir, 'model_type': kind})
+    else:
+        print(f'{args.dir}: {kind}, step {loaded.step} of {args.run}')
+    return 0
+
+
+def import_(args: 'cli.Import') -> int:
+    from pathlib import Path
+
+    from spannorm_jax.interop.runs import import_run
+    from spannorm_jax.rundir import model_line
+
+    if args.seq is not None and args.seq < 1:
+        raise UserError(f'import: --seq {args.seq} must be at least 1')
+    cfg = import_run(Path(args.dir), Path(args.run), args.seq)
+    if args.json:
+        print_json({'dir': args.dir, 'run': args.run, 'topology': cfg.model.topology, 'tokenizer': cfg.data.tokenizer})
+    else:
+        print(f'{args.run}: {model_line(cfg).rsplit(", ", 1)[0]}, tokenizer {Path(cfg.data.tokenizer).name}')
+    return 0
+
+
 def audit(args: 'cli.Audit') -> int:
     from spannorm_jax.audit import audit, grouped, span_of
 

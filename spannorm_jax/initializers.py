@@ -63,6 +63,11 @@ class Param(nn.meta.AxisMetadata):
     def remove_axis(self, index, params):
         return dataclasses.replace(self, axes=self.axes[:index] + self.axes[index + 1 :])
 
+    @classmethod
+    def from_nnx_metadata(cls, metadata):
+        """Back from a variable of NNX (flax.nnx.bridge), which has attributes of its own besides ours."""
+        return cls(**{f.name: metadata[f.name] for f in dataclasses.fields(cls)})
+
 
 def is_param(x: Any) -> bool:
     return isinstance(x, Param)

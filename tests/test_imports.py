@@ -14,9 +14,9 @@ PACKAGE = ROOT / 'spannorm_jax'
 # A file imports only from above it; a folder counts as one file.
 ORDER = (
     'errors fields json_file manifest chips topology parametrization model_config config resume load initializers sharding rollcall launch '
-    'distributed watchdog embedding attention layers streams dispatch mla moe model loss optim coordinates data step program layout '
+    'distributed watchdog embedding attention cache layers streams dispatch mla moe model loss optim coordinates data step program layout '
     'checkpoint track nonfinite plot rundir restart host train '
-    'diagnostics theory hlo plan search report bench sweep interop compare catalog audit doctor score progress commands cli __main__ '
+    'diagnostics theory hlo plan search report bench sweep interop compare catalog audit doctor score generate progress commands cli __main__ '
     '__init__ '
 ).split()
 CORE = ORDER[: ORDER.index('loss') + 1]
