@@ -15,8 +15,8 @@ PACKAGE = ROOT / 'spannorm_jax'
 ORDER = (
     'errors fields chips topology model_config config load initializers sharding rollcall launch distributed embedding '
     'attention layers streams dispatch mla moe model loss optim data step program checkpoint track plot rundir host train '
-    'diagnostics hlo plan search report bench sweep interop compare catalog audit doctor score progress commands cli __main__ '
-    '__init__ '
+    'diagnostics hlo plan search report bench sweep interop compare catalog audit doctor score gallery page '
+    'diagnose progress commands cli __main__ __init__ '
 ).split()
 CORE = ORDER[: ORDER.index('loss') + 1]
 CORE_LIBRARIES = {'jax', 'flax', 'jaxtyping', 'numpy'}
