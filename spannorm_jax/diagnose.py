@@ -23,6 +23,7 @@ from spannorm_jax.program import program
 from spannorm_jax.step import init_state
 from spannorm_jax.track import parse_rows, plain
 
+LONGEST = 60  # letters of a label that lists what differs, where names would do
 Tell = Callable[[str], None]
 
 
@@ -110,10 +111,9 @@ def grouped(configs: Sequence[Config]) -> list[tuple[int, str]]:
     """For every configuration the number and label of its group: those that differ in nothing but their seed and name are one."""
     bare = [edit(cfg, {'name': 'run', 'run.seed': 0, 'run.dir': None}) for cfg in configs]
     kinds = list(dict.fromkeys(bare))
-    said = labels(kinds)
-    # What one alone is called, and several that differ in nothing, is their own name.
-    first = [configs[bare.index(kind)].name for kind in kinds]
-    said = [text if text != 'run' else name for text, name in zip(said, first, strict=True)]
+    said, own = labels(kinds), [configs[bare.index(kind)].name for kind in kinds]
+    if len(kinds) == 1 or (max(map(len, said)) > LONGEST and len(set(own)) == len(own)):
+        said = own
     return [(kinds.index(cfg), said[kinds.index(cfg)]) for cfg in bare]
 
 
