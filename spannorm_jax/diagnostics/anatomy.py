@@ -3,6 +3,7 @@
 Axes: L layers, B rows, T positions, D width, N tokens. A stream is what the topology carries: (B, T, D), a pair, or (B, T, n, D).
 """
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,6 +29,13 @@ class Gates(NamedTuple):
 
     block_L: Array
     branch_L: Array
+
+
+def differentiable(cfg: ModelConfig) -> ModelConfig:
+    """The same model, for derivatives of any order and mode: without the dispatch to experts and the attention kernels, whose gradients are
+    written by hand, and with a stream that is not rounded between blocks, so that products with its Jacobian are not either."""
+    dense: dict[str, Any] = {'expert_exchange': 'dense'} if cfg.experts else {}
+    return dataclasses.replace(cfg, residual_dtype=str(accumulator(cfg)), attn_kernel='xla', **dense)
 
 
 def everything(cfg: ModelConfig) -> Gates:
