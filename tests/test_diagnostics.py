@@ -228,7 +228,7 @@ def test_jacobians_of_blocks_against_whole_matrices(name, fields):
         tree = {}
         for k, v in own.items():
             *path, leaf = k.split('.')
-            functools.reduce(lambda t, p: t.setdefault(p, {}), path, tree)[leaf] = v
+            functools.reduce(lambda t, p: t.setdefault(p, {}), path, tree)[leaf] = jnp.asarray(v)
         state = anatomy.record(cfg, params, batch)['states'][1]
         J = jax.jacrev(lambda z: Block(cfg, layer=1).apply({'params': tree}, z)[0])(state).reshape(n, n)
         np.testing.assert_allclose(J, J_L[1], atol=1e-4)
