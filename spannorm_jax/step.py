@@ -202,7 +202,7 @@ def layer_ratios(model: ModelConfig, infos: Any, grads: Any, updates: Any, param
     for (_, layers, info), (_, _, g), (_, _, u), (_, _, w) in rows:
         if layers is None:
             continue
-        sums = {what: _squares(leaf, layers) for what, leaf in (('grad', g), ('update', u), ('weight', w))}
+        sums: dict[str, Any] = {what: _squares(leaf, layers) for what, leaf in (('grad', g), ('update', u), ('weight', w))}
         sums['visible'] = _squares((jnp.abs(u) > jnp.abs(w) / 256).astype(jnp.float32), layers)
         sums['count'] = np.full(len(layers), math.prod(info.value.shape[1:]), np.float32)
         for what, value in sums.items():

@@ -6,8 +6,8 @@ from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
 
-def massive(h_LND: Float[Array, 'L N D']) -> dict[str, np.ndarray]:
-    """Outliers of each layer's state, each (L,): `max` and `median` of |x|, `ratio` of the two, `over_100` and `over_1000` = how many
+def massive(h_LND: ArrayLike) -> dict[str, np.ndarray]:
+    """Outliers of each layer's state (L, N, D), each (L,): `max` and `median` of |x|, `ratio` of the two, `over_100` and `over_1000` = how many
     numbers are above 100 and 1000 medians, `kurtosis` = excess kurtosis over channels, mean over tokens (0 for a normal), and `token`
     and `channel` of the largest.  Source: arXiv:2402.17762 (massive); arXiv:2208.07339 (outlier channels)."""
     h = np.asarray(h_LND, np.float64)
@@ -29,7 +29,8 @@ def row_norms(w_VD: ArrayLike) -> np.ndarray:
     return np.sort(np.sqrt(np.square(w).mean(-1)))
 
 
-def by_position(nats_BT: Float[Array, 'B T'], real_BT: Array) -> Float[Array, ' T']:
+def by_position(nats_BT: ArrayLike, real_BT: ArrayLike) -> Float[Array, ' T']:
     """Mean loss at each position of a row, over the rows that have a token there; NaN where none has."""
+    nats_BT, real_BT = jnp.asarray(nats_BT), jnp.asarray(real_BT)
     rows_T = real_BT.sum(0)
     return jnp.where(rows_T > 0, (nats_BT * real_BT).sum(0) / jnp.maximum(rows_T, 1), jnp.nan)

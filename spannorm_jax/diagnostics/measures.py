@@ -28,7 +28,7 @@ def experts(probe: Probe) -> Measured:
     return {k.removeprefix('moe/'): v for k, v in probe.step.items() if k.startswith('moe/')}
 
 
-def compiled(measure: Callable, probe: Probe, *args: Any) -> Measured:
+def compiled(measure: Callable, probe: Probe, *args: Any) -> Any:
     """`measure(cfg, params, *args)` as NumPy."""
     return jax.tree.map(np.asarray, jax.jit(functools.partial(measure, probe.cfg.model))(probe.params, *args))
 
@@ -128,7 +128,7 @@ def sharpness(probe: Probe) -> Measured:
         loss = lambda p: anatomy.mean_over(batch, anatomy.loss(cfg, p, batch))  # noqa: E731
         return curvature.hessian_spectrum(loss, params, key, preconditioner=preconditioner)
 
-    found = {'hessian': compiled(spectrum, probe, few, probe.key, None)}
+    found: Measured = {'hessian': compiled(spectrum, probe, few, probe.key, None)}
     if probe.preconditioner is not None:
         found['preconditioned'] = compiled(spectrum, probe, few, probe.key, probe.preconditioner)
         found['limit'] = curvature.stability_limit(probe.cfg.optim.lr_peak, probe.cfg.optim.beta1)

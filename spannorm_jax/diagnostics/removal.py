@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from numpy.typing import ArrayLike
 
 from spannorm_jax import topology
 from spannorm_jax.diagnostics.anatomy import Batch, Gates, Params, loss, mean_over
@@ -28,16 +29,16 @@ def one_by_one(cfg: ModelConfig, params: Params, batch: Batch) -> dict[str, Floa
     return {name: x[1:] - x[0] for name, x in found.items()}
 
 
-def groups(angular_LL: Array) -> np.ndarray:
+def groups(angular_LL: ArrayLike) -> np.ndarray:
     """For n = 1..L-1 the first of the n neighbouring blocks that turn the stream least, from angular distances of L + 1 states."""
     away = np.asarray(angular_LL)
     return np.array([int(np.diagonal(away, n).argmin()) for n in range(1, len(away) - 1)], int)
 
 
-def in_groups(cfg: ModelConfig, params: Params, batch: Batch, first_K: Array) -> dict[str, Float[Array, ' K']]:
+def in_groups(cfg: ModelConfig, params: Params, batch: Batch, first_K: ArrayLike) -> dict[str, Float[Array, ' K']]:
     """Loss without n = 1..K neighbouring blocks that begin at first_K[n - 1] (see `groups`) - loss, under both removals."""
-    L, K = cfg.layers, len(first_K)
-    l, first, n = jnp.arange(L), jnp.asarray(first_K)[:, None], jnp.arange(1, K + 1)[:, None]
+    first, L = jnp.asarray(first_K)[:, None], cfg.layers
+    l, n = jnp.arange(L), jnp.arange(1, len(first) + 1)[:, None]
     kept_KL = jnp.concatenate([jnp.ones((1, L)), 1.0 - ((l >= first) & (l < first + n))])
     found = {name: losses(cfg, params, batch, g) for name, g in
              (('skipped', Gates(kept_KL, jnp.ones_like(kept_KL))), ('silenced', Gates(jnp.ones_like(kept_KL), kept_KL)))}  # fmt: skip

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from numpy.typing import ArrayLike
 
 
 def cosine_pairs(h_LND: Float[Array, 'L N D']) -> Float[Array, 'L L']:
@@ -12,7 +13,7 @@ def cosine_pairs(h_LND: Float[Array, 'L N D']) -> Float[Array, 'L L']:
     return jnp.einsum('iND,jND->ij', h, h) / h.shape[1]
 
 
-def by_distance(pairs_LL: Array) -> np.ndarray:
+def by_distance(pairs_LL: ArrayLike) -> np.ndarray:
     """Mean over all pairs that lie 0, 1, ... L - 1 layers apart."""
     pairs = np.asarray(pairs_LL)
     return np.array([np.diagonal(pairs, k).mean() for k in range(len(pairs))])
