@@ -7,8 +7,8 @@ from numpy.typing import ArrayLike
 
 
 def massive(h_LND: ArrayLike) -> dict[str, np.ndarray]:
-    """Outliers of each layer's state (L, N, D), each (L,): `max` and `median` of |x|, `ratio` of the two, `over_100` and `over_1000` = how many
-    numbers are above 100 and 1000 medians, `kurtosis` = excess kurtosis over channels, mean over tokens (0 for a normal), and `token`
+    """Outliers of each layer's state (L, N, D), each (L,): `max` and `median` of |x|, `ratio` of the two, `over_100` and `over_1000` = how
+    many numbers are above 100 and 1000 medians, `kurtosis` = excess kurtosis over channels, mean over tokens (0 for a normal), and `token`
     and `channel` of the largest.  Source: arXiv:2402.17762 (massive); arXiv:2208.07339 (outlier channels)."""
     h = np.asarray(h_LND, np.float64)
     size = np.abs(h)
