@@ -16,8 +16,8 @@ ORDER = (
     'errors fields json_file manifest chips topology parametrization model_config config resume load initializers sharding rollcall launch '
     'distributed watchdog embedding attention cache layers streams dispatch mla moe model loss optim coordinates data step program layout '
     'checkpoint track nonfinite plot rundir restart host train '
-    'diagnostics theory hlo plan search report bench sweep interop compare catalog audit doctor score generate progress commands cli __main__ '
-    '__init__ '
+    'diagnostics theory hlo plan search report bench sweep interop compare catalog audit doctor score generate gallery page '
+    'diagnose progress commands cli __main__ __init__ '
 ).split()
 CORE = ORDER[: ORDER.index('loss') + 1]
 CORE_LIBRARIES = {'jax', 'flax', 'jaxtyping', 'numpy'}
