@@ -191,11 +191,15 @@ HOW_NOT_WHAT = {
 
 
 def run_id(cfg: Config) -> str:
-    """`<name>-<hash8>`, the hash over every field that can change a number of the run."""
-    tree = to_dict(cfg)
-    for section, names in HOW_NOT_WHAT.items():
-        for name in names:
-            del tree[section][name]
+    """`<name>-<hash8>`, the hash over every field that can change a number of the run and is not at its default.
+
+    So a field that is added later renames no run; a default that changes is found when config.json, which has every field, is compared.
+    """
+    tree, default = to_dict(cfg), to_dict(Config())
+    for section, fields in default.items():
+        for name in fields if isinstance(fields, dict) else ():
+            if name in HOW_NOT_WHAT.get(section, ()) or tree[section][name] == fields[name]:
+                del tree[section][name]
     text = json.dumps(tree, sort_keys=True)
     return f'{cfg.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}'
 

@@ -1,0 +1,283 @@
+"""Every file of experiments/: its runs at all scales, its figure and its verdict on made-up rows, and that the verdict depends on them."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from spannorm_jax import experiment, load, sweep
+from spannorm_jax.config import Config, edit, run_id, to_dict
+from spannorm_jax.errors import MissingInput, UserError
+from spannorm_jax.experiment import SCALES, load_experiment
+from spannorm_jax.rundir import flat
+from spannorm_jax.stats import RATE, group
+
+IDS = list(experiment.known())
+SHARED = experiment.sibling('_shared')
+
+
+def made_up(exp, name, cfg, loss, status='completed', rng=None):
+    """A row as row_of makes them, without a run. rng draws the curves."""
+    rng = rng or np.random.default_rng(0)
+    steps = (20, 100, 300)
+    L = cfg.model.layers
+    curves = {
+        k: [[t, (np.exp(rng.normal(-3, 0.1, L)) if k.startswith('layer/') else loss + 100 / t).tolist()] for t in steps]
+        if k.startswith('layer/')
+        else [[t, loss + 100 / t] for t in steps]
+        for k in exp.curves
+    }
+    row = {'name': name} | {k: v for k, v in flat(to_dict(cfg)).items() if k not in experiment.HIDDEN}
+    row |= {'run': run_id(cfg), 'status': status, 'step': 300, 'reason': '', 'corpus': 'c' * 64, 'spikes': 0, 'minutes': 1.0}
+    held = loss if status == 'completed' else None
+    row |= {'train/final': loss, 'eval/loss': held, 'test/loss': held, 'test/bits_per_byte': held and held / math.log(2), 'curves': curves}
+    if exp.id == 'fig13':
+        row |= {'step_ms/span': [10.0, 10.2, 10.1], 'step_ms/pre': [10.0, 10.1, 10.2]}
+    return row
+
+
+def rows_of(exp, scale, loss, status=lambda name, cfg: 'completed'):
+    """Rows of all runs that an experiment comes to ask for, where loss(name, cfg) is what they end with."""
+    rng, runs, rows = np.random.default_rng(0), exp.runs(scale), []
+    while len(runs) > len(rows):
+        rows = [made_up(exp, name, cfg, loss(name, cfg), status(name, cfg), rng) for name, cfg in runs.items()]
+        runs |= {k: v for k, v in (exp.more(scale, rows) if exp.more else {}).items() if k not in runs}
+    return rows
+
+
+def bowl(name, cfg):
+    """A loss with its best rate at 2e-3; a little better with depth, and with Span; a little noise that a seed shares."""
+    better = {'span': 0.05, 'post': -0.1}.get(cfg.model.topology, 0.0)
+    return 2.5 + 0.1 * math.log2(cfg.optim.lr_peak / 2e-3) ** 2 - better - 0.02 * math.log2(cfg.model.layers) + 0.01 * cfg.run.seed
+
+
+def control_lost(name, cfg):
+    return 'diverged' if name == 'control' else 'completed'
+
+
+def test_ids():
+    """The order of the paper; every file is an experiment; ids are found in any case, and a mistyped one is helped."""
+    assert IDS[:2] == ['fig02', 'fig03'] and IDS.index('table1') < IDS.index('table2') < IDS.index('T2') < IDS.index('T10')
+    assert load_experiment('t4').id == 'T4' and load_experiment('FIG02').id == 'fig02'
+    with pytest.raises(UserError, match="did you mean 'fig02'"):
+        load_experiment('fig002')
+    with pytest.raises(MissingInput):
+        load_experiment('nix.py')
+
+
+@pytest.mark.parametrize('id', IDS)
+def test_experiment_reads_well(id):
+    exp, text = load_experiment(id), experiment.known()[id].read_text()
+    assert len(text.splitlines()) <= 110 and exp.question.endswith('?') and exp.claim and exp.title[0].isupper()
+
+
+@pytest.mark.parametrize('id', IDS)
+@pytest.mark.parametrize('scale', SCALES)
+def test_runs(id, scale):
+    """Valid configurations, each its own run; all of one corpus; those of the paper's size have its depth."""
+    runs = load_experiment(id).runs(scale)
+    assert runs and all(isinstance(cfg, Config) for cfg in runs.values())
+    assert len({run_id(cfg) for cfg in runs.values()}) == len(runs)
+    assert len({cfg.data for cfg in runs.values()}) == 1
+    if scale == 'smoke':
+        assert max(map(sweep.core_seconds, runs.values())) < 60
+    if scale == 'nano':
+        assert all(cfg.mesh.devices == 1 and cfg.mesh.platform == 'cpu' for cfg in runs.values())
+        assert all(cfg.model.embed_std in (None, 0.02, 1.0) and cfg.model.init_std is None for cfg in runs.values())
+    if scale == 'paper':
+        assert all(cfg.model.dtype == 'bfloat16' and cfg.data.seq >= 2048 for cfg in runs.values())
+
+
+@pytest.mark.parametrize('id', IDS)
+def test_figure_and_verdict(id):
+    """Drawn from rows alone; the same rows give the same picture; the verdict says why."""
+    exp = load_experiment(id)
+    rows = json.loads(json.dumps(rows_of(exp, 'smoke', bowl, control_lost)))
+    first, again = (png(exp.figure(rows)) for _ in range(2))
+    assert np.array_equal(first, again) and first.std() > 0.01
+    status, reason = exp.verdict(rows)
+    assert status in ('reproduced', 'not reproduced', 'cannot tell') and any(ch.isdigit() for ch in reason)
+    if hasattr(exp, 'table') and exp.table:
+        assert all(isinstance(line, dict) for line in exp.table(rows))
+
+
+def png(fig):
+    fig.canvas.draw()
+    return np.asarray(fig.canvas.buffer_rgba())[..., :3] / 255
+
+
+WITH_CONTROL = [id for id in IDS if 'control' in load_experiment(id).runs('smoke') and id != 'T10']
+
+
+def test_comparisons_have_a_control():
+    """All but those that compare nothing that could fail: a speed, a slope, a check of another's rows."""
+    assert set(IDS) - set(WITH_CONTROL) <= {'fig13', 'T6', 'T10'}
+
+
+@pytest.mark.parametrize('id', WITH_CONTROL)
+def test_without_a_failing_control_nothing_can_be_told(id):
+    exp = load_experiment(id)
+    rows = rows_of(exp, 'smoke', lambda name, cfg: 2.5 if name == 'control' else bowl(name, cfg))
+    status, reason = exp.verdict(rows)
+    assert status == 'cannot tell' and 'control' in reason
+
+
+def test_the_control_fails_by_half_a_nat():
+    exp = load_experiment('fig02')
+    for loss, want in ((3.1, True), (2.9, False)):
+        rows = rows_of(exp, 'smoke', lambda name, cfg, loss=loss: loss if name == 'control' else 2.5)
+        assert SHARED.control_failed(rows) is want
+    assert not SHARED.control_failed(SHARED.without_control(rows))
+
+
+def by_arm(effect):
+    return lambda name, cfg: bowl(name, cfg) + effect(cfg)
+
+
+def lost_if(test):
+    return lambda name, cfg: 'diverged' if name == 'control' or test(cfg) else 'completed'
+
+
+def of(cfg, topology):
+    return cfg.model.topology == topology
+
+
+def bare(cfg, topology):
+    """What a topology loses without Scale Init."""
+    return (0.3 + 0.01 * cfg.run.seed) * (of(cfg, topology) and cfg.model.scale_init == 'none')
+
+
+never = lost_if(lambda cfg: False)
+VERDICTS = {
+    'table2 holds': ('table2', bowl, never, 'reproduced'),
+    'table2 fails': ('table2', by_arm(lambda c: 0.2 * (c.model.topology == 'span')), never, 'not reproduced'),
+    'table2 ties': ('table2', by_arm(lambda c: 0.05 * of(c, 'span') + 0.02 * (-1) ** c.run.seed * of(c, 'lns')), never, 'cannot tell'),
+    'T4: Span breaks first and ties': (
+        'T4', by_arm(lambda c: 0.05 * (c.model.topology == 'span')),
+        lost_if(lambda c: c.model.topology == 'span' and c.optim.lr_peak > 4e-3), 'reproduced',
+    ),
+    'T4: Span is as stable and better': ('T4', bowl, lost_if(lambda c: c.optim.lr_peak > 1.6e-2), 'not reproduced'),
+    'T2: needed': ('T2', bowl, lost_if(lambda c: c.model.scale_init == 'none'), 'reproduced'),
+    'T2: not needed': ('T2', bowl, never, 'not reproduced'),
+    'T2: all collapse': ('T2', by_arm(lambda c: 3.0 * (c.run.seed == 1)), lost_if(lambda c: c.model.scale_init == 'none'), 'cannot tell'),
+    'fig11 falls': ('fig11', bowl, never, 'reproduced'),
+    'fig11 rises': ('fig11', by_arm(lambda c: 0.1 * math.log2(c.model.layers)), never, 'not reproduced'),
+    'T3 both ways': ('T3', bowl, never, 'reproduced'),
+    'T3 at fixed width alone': ('T3', by_arm(lambda c: 1.0 * (c.model.layers in (16, 64))), never, 'not reproduced'),
+    'fig04 holds': ('fig04', bowl, lost_if(lambda c: c.model.layers == 128 and c.model.topology in ('post', 'hybrid')), 'reproduced'),
+    'fig04: nothing diverges': ('fig04', bowl, never, 'not reproduced'),
+    'T10 holds': ('T10', bowl, never, 'reproduced'),
+    'lrmap holds': ('lrmap', bowl, lost_if(lambda c: c.model.topology == 'post' and c.optim.lr_peak > 2e-3), 'reproduced'),
+    'lrmap fails': ('lrmap', bowl, lost_if(lambda c: c.model.topology != 'pre' and c.optim.lr_peak > 2e-3), 'not reproduced'),
+    'lrmap: Post is stable': ('lrmap', bowl, never, 'cannot tell'),
+    'T8: B is better': ('T8', by_arm(lambda c: 0.1 * (c.model.first_skip == 'raw')), never, 'reproduced'),
+    'T8: A is better': ('T8', by_arm(lambda c: 0.1 * (c.model.first_skip != 'raw')), never, 'not reproduced'),
+    'T7: confounded': ('T7', by_arm(lambda c: bare(c, 'span')), never, 'reproduced'),
+    'fig02 holds': ('fig02', by_arm(lambda c: bare(c, 'post')), never, 'reproduced'),
+    'fig02: Post without diverges': ('fig02', bowl, lost_if(lambda c: bare(c, 'post')), 'reproduced'),
+    'fig02: Post diverges either way': ('fig02', bowl, lost_if(lambda c: of(c, 'post')), 'cannot tell'),
+    'fig02: Post trains as well': ('fig02', by_arm(lambda c: -0.5 * (c.model.topology == 'post')), never, 'not reproduced'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('id, loss, status, want', VERDICTS.values(), ids=list(VERDICTS))
+def test_verdicts_follow_the_rows(id, loss, status, want):
+    exp = load_experiment(id)
+    found = exp.verdict(rows_of(exp, 'nano', loss, status))
+    assert found.status == want, found.reason
+
+
+def with_curves(rows, key, of):
+    return [row | {'curves': row['curves'] | {key: [[t, of(row, t)] for t in (20, 300)]}} for row in rows]
+
+
+def gradient(row, vanishing):
+    L = row['model.layers']
+    return [0.01 ** ((L - 1 - l) / (L - 1)) if vanishing(row) else 0.1 for l in range(L)]
+
+
+GRADIENTS = {
+    'fig03 holds': ('fig03', lambda r: r['model.topology'] == 'post', never, 'reproduced'),
+    'fig03: both vanish': ('fig03', lambda r: True, never, 'not reproduced'),
+    'fig14 holds': ('fig14', lambda r: r['model.scale_init'] == 'none', never, 'reproduced'),
+    'fig14: no collapse': ('fig14', lambda r: False, never, 'not reproduced'),
+    'fig07 holds': (
+        'fig07', lambda r: r['model.topology'] == 'post', lost_if(lambda c: of(c, 'post') and c.optim.lr_peak > 4e-3), 'reproduced',
+    ),
+    'fig07: Span too': ('fig07', lambda r: r['model.topology'] == 'post', lost_if(lambda c: c.optim.lr_peak > 4e-3), 'not reproduced'),
+    'fig07: nothing diverges': ('fig07', lambda r: False, never, 'cannot tell'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('id, vanishing, status, want', GRADIENTS.values(), ids=list(GRADIENTS))
+def test_verdicts_on_gradients(id, vanishing, status, want):
+    exp = load_experiment(id)
+    rows = with_curves(rows_of(exp, 'nano', bowl, status), exp.curves[0], lambda row, t: gradient(row, vanishing))
+    found = exp.verdict(rows)
+    assert found.status == want, found.reason
+
+
+@pytest.mark.parametrize('power, corr, want', [(-1.0, 0.05, 'reproduced'), (-0.5, 0.05, 'not reproduced'), (-1.0, 0.3, 'not reproduced')])
+def test_T6_reads_the_slope(power, corr, want):
+    exp = load_experiment('T6')
+    rows = with_curves(
+        rows_of(exp, 'nano', bowl, never), 'layer/branch_var/ffn', lambda row, t: [2.0 * row['model.layers'] ** power] * row['model.layers']
+    )
+    rows = with_curves(rows, 'layer/branch_skip_corr/ffn', lambda row, t: [corr] * row['model.layers'])
+    found = exp.verdict(rows)
+    assert found.status == want and f'slope {power:.2f} early (R^2 1.00)' in found.reason
+
+
+@pytest.mark.parametrize('factor, want', [(1.0, 'reproduced'), (1.2, 'not reproduced'), (1.03, 'cannot tell')])
+def test_fig13_reads_the_ratio(factor, want):
+    row = {'step_ms/span': [10 * factor, 11 * factor, 12.1 * factor], 'step_ms/pre': [10.01, 11.0, 12.1]}
+    assert load_experiment('fig13').verdict([row]).status == want
+
+
+def test_shared_runs_are_trained_once():
+    """The grid of table 2 lies within T4's; table 1, T10 and the first half of T7 add no run; fig03 and T6 add none to fig02 and fig11."""
+    ids = {id: {run_id(cfg) for cfg in load_experiment(id).all_runs('nano').values()} for id in IDS}
+    assert ids['table2'] <= ids['T4'] and ids['table1'] <= ids['table2'] == ids['T10'] and ids['fig07'] <= ids['T4']
+    assert ids['fig03'] <= ids['fig02'] and ids['T6'] <= ids['fig11'] <= ids['T3']
+    assert len(ids['T7'] & ids['table2']) == 5 * 4 + 1 and len(ids['fig14'] - ids['fig02']) == 12
+
+
+def test_the_same_rule_for_every_arm():
+    """Whatever the losses, no topology of table 2 gets more than the rule gives: the same number of runs for the same shape of curve."""
+    exp = load_experiment('table2')
+    rows = rows_of(exp, 'nano', bowl, never)
+    counts = {t: len(own) for t, own in group(SHARED.without_control(rows), 'model.topology').items()}
+    assert set(counts.values()) == {4 + 6} and set(counts) == set(SHARED.PAPER)
+    assert all({r['run.seed'] for r in own if r[RATE] == 2e-3} == {0, 1, 2} for own in group(rows, 'model.topology').values())
+
+
+def test_names_in_an_installed_wheel(tmp_path, monkeypatch):
+    (tmp_path / 'spannorm_jax').mkdir()
+    for kind in ('configs', 'experiments'):
+        (tmp_path / 'spannorm_jax' / kind).symlink_to(load.folder(kind))
+    monkeypatch.setattr(load, '__file__', str(tmp_path / 'spannorm_jax' / 'load.py'))
+    exp = load_experiment('fig02')
+    assert exp.path.parent == tmp_path / 'spannorm_jax' / 'experiments' and list(experiment.known()) == IDS
+
+
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('x = 1', 'an experiment needs QUESTION'),
+        ('def runs(scale):\n  return 1\nundefined', 'line 3: NameError'),
+        ('from spannorm_jax import ModelConfig\nModelConfig(heads=7)', 'does not divide'),
+    ],
+)
+def test_file_with_a_mistake(tmp_path, text, message):
+    path = tmp_path / 'mine.py'
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_experiment(str(path))
+
+
+def test_product():
+    base = load.load_config('debug')
+    runs = experiment.product(base, {'model.layers': (2, 3), RATE: (1e-3,), 'run.seed': (0, 1)})
+    assert list(runs)[0] == 'layers=2 lr_peak=0.001 seed=0' and len(runs) == 4
+    assert runs['layers=3 lr_peak=0.001 seed=1'] == edit(base, {'model.layers': 3, RATE: 1e-3, 'run.seed': 1})
