@@ -165,6 +165,25 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Diagnose:
+    """Measure runs (newest checkpoint) and configurations (initial values): JSON, pictures and one HTML page. Seeds become a band.
+
+    Example: spannorm diagnose runs/nano-1a2b3c4d runs/nano-5e6f7a8b --dir compared
+    """
+
+    targets: Annotated[tuple[str, ...], Positional, tyro.conf.arg(metavar='RUN_OR_CONFIG')]
+    """Folders of runs, names of files in configs/, paths of .py files with get()."""
+    dir: str = 'diagnostics'
+    """Folder for diagnostics.json, one PNG per diagnostic, and index.html."""
+    only: tuple[str, ...] = ()
+    """Some diagnostics by name (docs/diagnostics.md lists them); none means all."""
+    rows: int = 8
+    """Rows of the probe batch, the first ones of the validation split."""
+    json: bool = False
+    """Print what diagnostics.json holds."""
+
+
+@dataclass(frozen=True)
 class Topologies:
     """The table of topologies: name, aliases, equation, source, norm sites, parameters of their own, options they read.
 
@@ -200,6 +219,7 @@ COMMANDS = {
     'plan': Command(Plan, commands.plan, True),
     'experiment': Command(Experiment, commands.experiment),
     'report': Command(Report, commands.report),
+    'diagnose': Command(Diagnose, commands.diagnose),
     'topologies': Command(Topologies, commands.topologies),
     'doctor': Command(Doctor, commands.doctor),
 }

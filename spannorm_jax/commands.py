@@ -200,6 +200,21 @@ def report(args: 'cli.Report') -> int:
     return 0
 
 
+def diagnose(args: 'cli.Diagnose') -> int:
+    from spannorm_jax.diagnose import as_json, diagnose
+
+    if not args.targets:
+        raise UserError('diagnose needs at least one RUN_OR_CONFIG')
+    found = diagnose(args.targets, Path(args.dir), args.only, args.rows, lambda text: print(text, file=sys.stderr))
+    if args.json:
+        print_json(as_json(found))
+        return 0
+    for run in found['runs']:
+        print(f'{run["name"]}: {run["label"]}, step {run["step"]}, loss {run["loss on the probe"]:.4f} on {run["tokens"]:,} tokens')
+    print(Path(args.dir) / 'index.html')
+    return 0
+
+
 def topologies(args: 'cli.Topologies') -> int:
     from spannorm_jax import catalog
 

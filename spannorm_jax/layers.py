@@ -175,22 +175,25 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: Float[Array, 'B T D'], norms: str = ''):
-        cfg, dtype = self.cfg, jnp.dtype(self.cfg.dtype)
-        D, F = x_BTD.shape[-1], self.ffn or cfg.resolved_ffn
-        x_BTD = x_BTD.astype(dtype)
-
-        def project(name):
-            w_DF = make(self, name, (D, F), ('width', 'ffn'), 'read', matrix_init(cfg, name, D, F), D)
-            h_BTF = jnp.einsum('BTD,DF->BTF', x_BTD, w_DF.astype(dtype))
-            return h_BTF + make(self, f'{name}_bias', (F,), ('ffn',), 'bias', Init()).astype(dtype) if cfg.mlp_bias else h_BTF
-
-        act = ACTIVATIONS[cfg.activation]
-        h_BTF = act(project('gate')) * project('up') if cfg.gated else act(project('up'))
-        if norms == 'inner':
-            h_BTF = Norm(cfg, name='norm_inner')(h_BTF)
+        cfg, dtype, D = self.cfg, jnp.dtype(self.cfg.dtype), x_BTD.shape[-1]
+        h_BTF = self.hidden(x_BTD.astype(dtype), norms)
+        F = h_BTF.shape[-1]
         w_FD = make(self, 'down', (F, D), ('ffn', 'width'), 'write', matrix_init(cfg, 'down', F, D), F)
         out_BTD = jnp.einsum('BTF,FD->BTD', h_BTF.astype(dtype), w_FD.astype(dtype), preferred_element_type=accumulator(cfg))
         return out_BTD + make(self, 'down_bias', (D,), ('width',), 'bias', Init()) if cfg.mlp_bias else out_BTD
+
+    def hidden(self, x_BTD: Float[Array, 'B T D'], norms: str) -> Float[Array, 'B T F']:
+        """What the down projection reads."""
+        cfg, D, F = self.cfg, x_BTD.shape[-1], self.ffn or self.cfg.resolved_ffn
+
+        def project(name):
+            w_DF = make(self, name, (D, F), ('width', 'ffn'), 'read', matrix_init(cfg, name, D, F), D)
+            h_BTF = jnp.einsum('BTD,DF->BTF', x_BTD, w_DF.astype(x_BTD.dtype))
+            return h_BTF + make(self, f'{name}_bias', (F,), ('ffn',), 'bias', Init()).astype(x_BTD.dtype) if cfg.mlp_bias else h_BTF
+
+        act = ACTIVATIONS[cfg.activation]
+        h_BTF = act(project('gate')) * project('up') if cfg.gated else act(project('up'))
+        return Norm(cfg, name='norm_inner')(h_BTF) if norms == 'inner' else h_BTF
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:

@@ -126,21 +126,32 @@ def block_stats(into: dict[str, Array], out: dict[str, Array], sums: dict[str, t
     """Scalars of one block: the sums that enter (or would enter) a norm, the branches, and how they correlate with their skip.
 
     sigma = mean over tokens of the std over channels of the sum; branch_var = variance of the branch as it is added; branch_skip_corr =
-    correlation of branch and skip over all elements; rms of the stream that leaves. Several streams count as their mean.
+    correlation of branch and skip over all elements, branch_skip_ratio = rms of the branch over that of its skip; rms of the stream
+    that leaves. Several streams count as their mean.
     `sums` holds what the topology added through `c.add`; where it wrote the sum itself, the branch is the sublayer's output.
     """
-    one = lambda x: x.mean(-2) if x.ndim > 3 else x  # noqa: E731
-    leaving = one(jax.tree.leaves(stream)[0])
+    leaving = state(stream)
     totals = {'attn': into.get('attn_sum', into.get('ffn_in', into['ffn'])), 'ffn': into.get('ffn_sum', leaving)}
     stats = {'rms': jnp.sqrt(jnp.square(leaving).mean())}
     for name, total in totals.items():
-        skip, o = map(one, sums.get(name, (total - out[name], out[name])))
+        skip, o = map(one_stream, sums.get(name, (total - out[name], out[name])))
         total = skip + o
         stats[f'sigma_{name}'] = total.std(-1).mean()
         stats[f'branch_var/{name}'] = o.var()
         covariance = ((o - o.mean()) * (skip - skip.mean())).mean()
         stats[f'branch_skip_corr/{name}'] = covariance / jnp.maximum(o.std() * skip.std(), 1e-30)
+        stats[f'branch_skip_ratio/{name}'] = jnp.sqrt(jnp.square(o).mean() / jnp.maximum(jnp.square(skip).mean(), 1e-30))
     return stats
+
+
+def one_stream(x: Float[Array, '...']) -> Float[Array, '...']:
+    """(B, T, D) as it is; several streams (B, T, n, D) as their mean."""
+    return x.mean(-2) if x.ndim > 3 else x
+
+
+def state(stream: Any) -> Float[Array, 'B T D']:
+    """The stream between blocks as one array: of a pair (ResiDual, SiameseNorm) the first, of several streams their mean."""
+    return one_stream(jax.tree.leaves(stream)[0])
 
 
 class Stack(nn.Module):

@@ -16,7 +16,7 @@ ORDER = (
     'errors fields chips topology model_config config load initializers sharding rollcall launch distributed embedding '
     'attention layers streams dispatch mla moe model loss optim data step program checkpoint track plot rundir host train '
     'diagnostics hlo plan search report bench stats figures experiment sweep launchers interop compare catalog audit doctor score '
-    'progress worker results_page commands cli __main__ __init__ '
+    'gallery page diagnose progress worker results_page commands cli __main__ __init__ '
 ).split()
 CORE = ORDER[: ORDER.index('loss') + 1]
 CORE_LIBRARIES = {'jax', 'flax', 'jaxtyping', 'numpy'}

@@ -1,0 +1,110 @@
+"""Jacobians of any function of arrays, by products with vectors: norms, distance to the identity, singular values.
+
+`f` maps an array, or a tree of arrays, to another; J is its Jacobian at x, as a matrix from all numbers of x to all numbers of f(x).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float
+
+from spannorm_jax.diagnostics.anatomy import Batch, Params, embed, enter, features, through
+from spannorm_jax.layers import accumulator
+from spannorm_jax.model_config import ModelConfig
+
+
+def products(f: Callable, x: Any) -> tuple[Callable[[Array], Array], Callable[[Array], Array], int]:
+    """(v -> J v, u -> J' u, numbers in x), over flat vectors."""
+    flat_x, unflat = ravel_pytree(x)
+    out, pull = jax.vjp(lambda v: ravel_pytree(f(unflat(v)))[0], flat_x)
+    # J v as the gradient of J'u in u: the dispatch to experts has a gradient of its own, which forward mode refuses.
+    _, push = jax.vjp(lambda u: pull(u)[0], jnp.zeros_like(out))
+    return lambda v: push(v)[0], lambda u: pull(u)[0], flat_x.size
+
+
+def spectral_norm(f: Callable, x: Any, key: Array, steps: int = 20) -> Float[Array, '']:
+    """Largest singular value of J by power iteration on J'J. It approaches from below: two close ones take more steps."""
+    push, pull, n = products(f, x)
+
+    def step(v, _):
+        v = pull(push(v))
+        return v / jnp.maximum(jnp.linalg.norm(v), 1e-30), None
+
+    v = jax.random.normal(key, (n,))
+    v, _ = jax.lax.scan(step, v / jnp.linalg.norm(v), length=steps)
+    return jnp.linalg.norm(push(v))
+
+
+def random_products(f: Callable, x: Any, key: Array, samples: int = 8) -> tuple[Float[Array, ''], Float[Array, '']]:
+    """(Frobenius norm over sqrt n, distance to the identity) from E|Jv|^2 / n and E|Jv - v|^2 / n, v standard normal, n numbers in x.
+
+    1 and 0 for the identity. The distance needs f(x) as large as x, else it is NaN.
+    """
+    push, _, n = products(f, x)
+    v = jax.random.normal(key, (samples, n))
+    Jv = jax.lax.map(push, v)
+    away = jnp.square(Jv - v).sum(-1).mean() / n if Jv.shape == v.shape else jnp.nan
+    return jnp.sqrt(jnp.square(Jv).sum(-1).mean() / n), jnp.asarray(away)
+
+
+def singular_values(f: Callable, x: Any, key: Array, k: int, rounds: int = 3) -> Float[Array, ' k']:
+    """The k largest singular values of J, largest first, by randomised subspace iteration; exact where k is all there are.
+
+    Source: Halko, Martinsson and Tropp 2011, algorithm 4.4.
+    """
+    push, pull, n = products(f, x)
+    push_all, pull_all = (lambda m, g=g: jax.lax.map(g, m.T).T for g in (push, pull))
+
+    def step(q, _):
+        return jnp.linalg.qr(pull_all(jnp.linalg.qr(push_all(q))[0]))[0], None
+
+    q, _ = jax.lax.scan(step, jnp.linalg.qr(jax.random.normal(key, (n, min(k, n))))[0], length=rounds)
+    return jnp.linalg.svd(push_all(q), compute_uv=False)
+
+
+def token_jacobian(f: Callable, x_BTD: Float[Array, 'B T D'], position: int) -> Float[Array, 'D D']:
+    """d f(x)[0, position] / d x[0, position], exactly: output channels by input channels of one token."""
+    at = lambda v: f(x_BTD.at[0, position].set(v))[0, position]  # noqa: E731
+    return jax.jacrev(at)(x_BTD[0, position])
+
+
+def norm_jacobian(x_D: Float[Array, ' D'], kind: str = 'rmsnorm') -> Float[Array, 'D D']:
+    """Jacobian of a norm without gain and eps: (I - x^ x^'/D) / rms, or (I - 1 1'/D - x^ x^'/D) / std for layernorm, x^ the normed x.
+    Its spectral norm is 1 / rms (1 / std)."""
+    D = x_D.shape[0]
+    x = x_D - x_D.mean() if kind == 'layernorm' else x_D
+    scale = jnp.sqrt(jnp.square(x).mean())
+    J = jnp.eye(D) - jnp.outer(x, x) / (D * scale**2)
+    return (J - 1 / D if kind == 'layernorm' else J) / scale
+
+
+def block_jacobians(cfg: ModelConfig, params: Params, batch: Batch, key: Array, steps: int = 10) -> dict[str, Array]:
+    """Of every block, at the stream that reaches it: spectral norm, Frobenius norm over sqrt n, distance to the identity, each (L,)."""
+    cfg = _wide(cfg)
+    x_BTD, ctx = embed(cfg, params, batch)
+
+    def look(block, stream):
+        frobenius, away = random_products(block, stream, key)
+        return {'spectral': spectral_norm(block, stream, key, steps), 'frobenius': frobenius, 'from_identity': away}
+
+    return through(cfg, params, enter(cfg, params, x_BTD), ctx, look=look)[1]
+
+
+def end_to_end(cfg: ModelConfig, params: Params, batch: Batch, key: Array, k: int = 16) -> dict[str, Array]:
+    """Of the map from embedded tokens to what the head reads: the k largest singular values of all tokens together, Frobenius norm over
+    sqrt n, distance to the identity, and the whole spectrum (D,) of the last token's output over its own input."""
+    cfg = _wide(cfg)
+    x_BTD, ctx = embed(cfg, params, batch)
+    f = lambda x: features(cfg, params, x, ctx)  # noqa: E731
+    frobenius, away = random_products(f, x_BTD, key)
+    last = jnp.linalg.svd(token_jacobian(f, x_BTD, x_BTD.shape[1] - 1), compute_uv=False)
+    return {'singular': singular_values(f, x_BTD, key, k), 'frobenius': frobenius, 'from_identity': away, 'last_token': last}
+
+
+def _wide(cfg: ModelConfig) -> ModelConfig:
+    """With a stream that is not rounded between blocks: a derivative does not see the rounding, but its products would be rounded too."""
+    return dataclasses.replace(cfg, residual_dtype=str(accumulator(cfg)))
