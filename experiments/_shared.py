@@ -24,8 +24,8 @@ SMOKE = ONE_CORE | {
     'run.eval_tokens': 1024, 'run.stats_every': 4, 'run.checkpoint_every': 6, 'run.keep': 1, 'optim.warmup_steps': 2,
 }  # fmt: skip
 NANO = ONE_CORE | {
-    'model.layers': 16, 'model.width': 64, 'model.heads': 4, 'optim.lr_peak': FIXED, 'optim.warmup_steps': 30, 'run.steps': 300,
-    'run.eval_every': 0, 'run.eval_tokens': 65_536, 'run.stats_every': 20, 'run.checkpoint_every': 100, 'run.keep': 1,
+    'model.layers': 16, 'model.width': 64, 'model.heads': 4, 'optim.lr_peak': FIXED, 'optim.warmup_steps': 20, 'run.steps': 200,
+    'run.eval_every': 0, 'run.eval_tokens': 32_768, 'run.stats_every': 20, 'run.checkpoint_every': 100, 'run.keep': 1,
 }  # fmt: skip
 GPU = {
     'model.layers': 64, 'model.width': 256, 'model.heads': 4, 'model.dtype': 'bfloat16', 'data.seq': 512, 'data.batch': 64,

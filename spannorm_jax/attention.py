@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from spannorm_jax import parametrization
 from spannorm_jax.errors import CheckFailed, UserError
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.sharding import constrain, pieces, spec, target
@@ -239,7 +240,7 @@ def attention(
     stats: bool = False,
 ) -> tuple[Float[Array, 'B T N J'], dict[str, Array]]:
     """softmax(cap(scale q k) + mask) v by the chosen kernel, and statistics where asked for."""
-    T, scale = q_BTNH.shape[1], cfg.resolved_head_dim**-0.5 if cfg.attn_scale is None else cfg.attn_scale
+    T, scale = q_BTNH.shape[1], parametrization.attn_scale(cfg)
     name, _ = choose_kernel(cfg, T, causal)
     out_BTNJ = KERNELS[name].run(q_BTNH, k_BSKH, v_BSKJ, segments_BT, problem(cfg, T, causal), scale)
     if not stats:

@@ -184,6 +184,24 @@ class Diagnose:
 
 
 @dataclass(frozen=True)
+class Theory:
+    """SpanNorm's theory against measurements at initialisation: gradient law, identity path, branches, first block, assumptions.
+
+    Example: spannorm theory --only T1 --depths 8 32 128 --seeds 5
+    """
+
+    only: tuple[str, ...] = ()
+    """Some of T1 T5 T6 T8 T11; all by default."""
+    depths: tuple[int, ...] = (8, 32, 128, 512)
+    """Numbers of blocks."""
+    seeds: int = 5
+    """How many seeds, 0, 1, ...; intervals are over them."""
+    activations: tuple[str, ...] = ('swiglu', 'gelu', 'relu')
+    """FFN kinds of T1 and T6; the others use the first."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Topologies:
     """The table of topologies: name, aliases, equation, source, norm sites, parameters of their own, options they read.
 
@@ -220,6 +238,7 @@ COMMANDS = {
     'experiment': Command(Experiment, commands.experiment),
     'report': Command(Report, commands.report),
     'diagnose': Command(Diagnose, commands.diagnose),
+    'theory': Command(Theory, commands.theory),
     'topologies': Command(Topologies, commands.topologies),
     'doctor': Command(Doctor, commands.doctor),
 }

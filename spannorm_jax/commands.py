@@ -215,6 +215,23 @@ def diagnose(args: 'cli.Diagnose') -> int:
     return 0
 
 
+def theory(args: 'cli.Theory') -> int:
+    from spannorm_jax.theory import show as shown
+    from spannorm_jax.theory import theory
+
+    found = theory(args.only, args.depths, args.seeds, args.activations, lambda text: print(text, file=sys.stderr))
+    if args.json:
+        print_json(shown.plain(found))
+        return 0
+    for title, heads, rows in (*shown.comparison(found), *shown.tables(found)):
+        table = new_table(*heads)
+        for row in rows:
+            table.add_row(*row)
+        print(f'{title} (mean and 95% interval over {args.seeds} seeds)')
+        show(table)
+    return 0
+
+
 def topologies(args: 'cli.Topologies') -> int:
     from spannorm_jax import catalog
 

@@ -175,6 +175,8 @@ class Config:
         check_types(self)
         if not self.name or not all(ch.isalnum() or ch in '._-' for ch in self.name) or self.name.startswith('.'):
             raise UserError(f'name = {self.name!r} must be letters, digits, ".", "_" or "-", and not start with "."')
+        if self.optim.optimizer == 'muon' and self.model.parametrization != 'standard':
+            raise UserError(f'model.parametrization = {self.model.parametrization!r} is for Adam; use optim.optimizer adamw')
         if self.data.batch % self.optim.accumulate:
             raise UserError(f'optim.accumulate = {self.optim.accumulate} does not divide data.batch = {self.data.batch}')
 

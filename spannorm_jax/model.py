@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from spannorm_jax import topology
+from spannorm_jax import parametrization, topology
 from spannorm_jax.embedding import look_up
 from spannorm_jax.initializers import Init, Param, draw, is_param, make, matrix_init
 from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, context, dropout
@@ -86,6 +86,8 @@ class Block(nn.Module):
             def call(x, norms=''):
                 o, s = module(x, norms)
                 stats.update(s)
+                if (factor := parametrization.branch_scale(cfg, 'branch')) != 1:
+                    o *= factor
                 into[name], out[name] = x, dropout(o, cfg.dropout, None if key is None else jax.random.fold_in(key, salt))
                 return out[name]
 
@@ -98,7 +100,7 @@ class Block(nn.Module):
             if cfg.branch_gain != 'none':
                 shape = () if cfg.branch_gain == 'scalar' else o.shape[-1:]
                 o *= param(f'{site}_gain', shape, 'gate', const=cfg.branch_gain_init)
-            sums[site] = skip, o * cfg.branch_scale
+            sums[site] = skip, o * (cfg.branch_scale * parametrization.branch_scale(cfg, 'add'))
             return sum(sums[site])
 
         attn_module = (LatentAttention if cfg.attention == 'mla' else Attention)(cfg, self.causal, name='attn')
@@ -259,7 +261,7 @@ def head_logits(cfg: ModelConfig, x_BTD: Float[Array, '... D'], w_DV: Float[Arra
     """cap(scale * x W): logits in float32 (or wider)."""
     dtype = jnp.dtype(cfg.dtype)
     logits: Any = narrow_back(x_BTD.astype(dtype), w_DV.astype(dtype), accumulator(cfg))
-    logits *= cfg.logit_scale
+    logits *= parametrization.logit_scale(cfg)
     return logits if cfg.logit_soft_cap is None else cfg.logit_soft_cap * jnp.tanh(logits / cfg.logit_soft_cap)
 
 

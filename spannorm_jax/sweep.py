@@ -24,8 +24,8 @@ from spannorm_jax.host import Signals
 from spannorm_jax.stats import Row
 
 ON_CPU = ('smoke', 'nano')  # scales whose runs each take one core; at the others a run takes all devices
-FLOPS_PER_CORE_SECOND = 5e9  # measured: see docs/experiments.md
-START_SECONDS = 25.0  # imports and compilation of one run
+FLOPS_PER_CORE_SECOND = 9e9  # measured: see docs/experiments.md
+START_SECONDS = 40.0  # imports and compilation of one run
 EVERY_SECONDS = 0.2
 INTERRUPTED = 75
 Tell = Callable[[float, float, str], None]
@@ -38,8 +38,11 @@ def cores() -> list[int | None]:
 
 
 def core_seconds(cfg: Config) -> float:
-    """Estimated processor time of a run on one core: FLOPs of its matrix products over a measured rate, and its start."""
-    m, tokens = cfg.model, cfg.run.steps * cfg.data.batch * cfg.data.seq
+    """Estimated processor time of a run on one core: FLOPs of its matrix products over a measured rate, and its start.
+
+    Validation and test read eval_tokens each, forward alone, which is a third of a training step.
+    """
+    m, tokens = cfg.model, cfg.run.steps * cfg.data.batch * cfg.data.seq + 2 * (cfg.run.eval_tokens or 0) / 3
     ffn = m.resolved_ffn if not m.experts else m.resolved_expert_ffn * (m.experts_per_token + m.shared_experts)
     weights = m.layers * m.width * (4 * m.width + (3 if m.gated else 2) * ffn) + m.width * m.vocab
     return START_SECONDS + tokens * 6 * (weights + m.layers * m.width * cfg.data.seq) / FLOPS_PER_CORE_SECOND

@@ -13,14 +13,14 @@ PACKAGE = ROOT / 'spannorm_jax'
 
 # A file imports only from above it; a folder counts as one file.
 ORDER = (
-    'errors fields chips topology model_config config load initializers sharding rollcall launch distributed embedding '
-    'attention layers streams dispatch mla moe model loss optim data step program checkpoint track plot rundir host train '
-    'diagnostics hlo plan search report bench stats figures experiment sweep launchers interop compare catalog audit doctor score '
-    'gallery page diagnose progress worker results_page commands cli __main__ __init__ '
+    'errors fields chips topology parametrization model_config config load initializers sharding rollcall launch distributed embedding '
+    'attention layers streams dispatch mla moe model loss optim coordinates data step program checkpoint track plot rundir host train '
+    'diagnostics theory hlo plan search report bench stats figures experiment sweep launchers interop compare catalog audit doctor '
+    'score gallery page diagnose progress worker results_page commands cli __main__ __init__ '
 ).split()
 CORE = ORDER[: ORDER.index('loss') + 1]
 CORE_LIBRARIES = {'jax', 'flax', 'jaxtyping', 'numpy'}
-LIGHT = 'errors fields chips topology model_config config load cli commands __main__ __init__'.split()
+LIGHT = 'errors fields chips topology parametrization model_config config load cli commands __main__ __init__'.split()
 
 
 def modules():
