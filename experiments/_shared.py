@@ -6,11 +6,15 @@ lies there, and three seeds run at the best rate and beside it (stats.wanted). C
 
 import math
 
+from spannorm_jax import diagnose
 from spannorm_jax.config import Config, edit
-from spannorm_jax.experiment import Verdict, product
+from spannorm_jax.diagnostics import DIAGNOSTICS
+from spannorm_jax.experiment import Verdict, product, short
 from spannorm_jax.load import load_config
 from spannorm_jax.rundir import DIVERGED_BY
-from spannorm_jax.stats import RATE, at_best, best_rate, edge, group, interval, paired, value, wanted
+from spannorm_jax.stats import RATE, at_best, best_rate, edge, group, interval, paired, t_interval, value, wanted
+from spannorm_jax.theory import show, theory
+from spannorm_jax.track import plain
 
 SEEDS = (0, 1, 2)
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -151,4 +155,75 @@ def grid_table(rows, fields=('model.topology',)) -> list[dict]:
     return table
 
 
-__all__ = ['RATE', 'at_best', 'best_rate', 'edge', 'edit', 'group', 'interval', 'paired', 'product', 'value']
+def probe(cfg: Config, folder):
+    """A finished run on the first rows of its validation split (spannorm_jax.diagnostics)."""
+    return diagnose.load(str(folder), cfg, 8)[0]
+
+
+def kept(found: dict, *keys: str) -> dict:
+    """Some measurements as JSON, with digits enough to draw."""
+    return {k: short(plain(found[k])) for k in keys if k in found}
+
+
+def spectra(cfg: Config, folder) -> dict:
+    """Of figures 8, 9 and 10: effective ranks per block, eigenvalues of the embedding, condition numbers of the FFN's matrices."""
+    model = probe(cfg, folder)
+    ranks, weights = DIAGNOSTICS['ranks'].measure(model), DIAGNOSTICS['weights'].measure(model)
+    eigen = DIAGNOSTICS['spectra'].measure(model)
+    what = ('hard', 'soft', 'concentration', 'utilisation')
+    found = kept(ranks, *(f'{at}/{name}' for at in ('ffn_hidden', 'state') for name in what)) | kept(eigen, 'embedding')
+    return found | kept(weights, *(k for k in weights if k.endswith('/condition') and 'ffn.' in k))
+
+
+def similarity(cfg: Config, folder) -> dict:
+    """Of figures 5 and 6: cosine of every pair of layers' outputs, and its mean by distance."""
+    return kept(DIAGNOSTICS['similarity'].measure(probe(cfg, folder)), 'cosine', 'by_distance', 'mean')
+
+
+def trained(scale: str) -> dict[str, Config]:
+    """The models that are looked into after training: table 2's topologies at one rate of its grid, all seeds."""
+    return product(base(scale), {'model.topology': PAPER, RATE: rates(scale)[1:2], 'run.seed': seeds(scale)})
+
+
+def at_init(scale: str, depth: int = 512) -> dict[str, Config]:
+    """A run of no steps: what `theory` measures at initialisation hangs on it. Its depth is the largest that is measured."""
+    tiny = {'run.steps': 0, 'run.eval_tokens': 1024, 'model.layers': by(scale, 4, depth, depth, depth)}
+    return {'theory': edit(narrow(scale), tiny)}
+
+
+def theory_of(claim: str):
+    """The measurement of a claim of spannorm_jax.theory at depths 8, 32, ... with five seeds (2 and 4 with two at the smoke scale)."""
+
+    def measure(cfg: Config, folder) -> dict:
+        if cfg.run.steps:
+            return {}
+        most = cfg.model.layers
+        depths, n = ((2, 4), 2) if most == 4 else ([L for L in (8, 32, 128, 512) if L <= most], 5)
+        found = theory((claim,), depths, n, ('swiglu', 'gelu', 'relu') if most > 4 else ('swiglu',), print)
+        return {'tables': short(show.plain(found[claim]))}
+
+    return measure
+
+
+def tables(rows) -> dict[str, list[dict]]:
+    """What `theory_of` measured."""
+    return next(row['tables'] for row in rows if row['name'] == 'theory')
+
+
+def lines(table: list[dict]) -> list[dict]:
+    """The rows of a table of `theory` with its estimates as intervals; longer lists are left out."""
+    found = []
+    for row in table:
+        cells: dict = {}
+        for key, v in row.items():
+            nested = v.items() if isinstance(v, dict) and 'mean' not in v else [('', v)]
+            cells |= {f'{key} {k}'.strip(): text(x) for k, x in nested if not isinstance(x, list)}
+        found.append(cells)
+    return found
+
+
+def text(v):
+    return f'{v["mean"]:.3g} [{v["low"]:.3g}, {v["high"]:.3g}]' if isinstance(v, dict) else v
+
+
+__all__ = ['RATE', 'at_best', 'best_rate', 'edge', 'edit', 'group', 'interval', 'paired', 'product', 't_interval', 'value']

@@ -22,10 +22,7 @@ def runs(scale):
 
 
 def more(scale, rows):
-    """Post and Span to Post's edge and beyond; Span at every rate that Post was tried at."""
-    cfg = s.base(scale, 'dense_740m')
-    new = s.grow(cfg, rows, scale, to_edge=True)
-    return new
+    return s.grow(s.base(scale, 'dense_740m'), rows, scale, to_edge=True)
 
 
 def around(rows):

@@ -13,6 +13,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,9 @@ class Experiment:
         return rundir.finished(cfg, folder) is not None and (self.measure is None or self.measured(folder).exists())
 
     def measured(self, folder: Path) -> Path:
-        return folder / f'measured-{self.id}.json'
+        """Where `measure` is kept: by the name of a function that experiments share, else by the experiment."""
+        name = self.measure.__name__ if self.measure else ''
+        return folder / f'measured-{self.id if name == "measure" else name}.json'
 
     def rows(self, runs: dict[str, Config]) -> list[Row]:
         """A row for each run that is done."""
@@ -143,8 +146,12 @@ def curve(metrics: list[Row], key: str) -> list[list[Any]]:
 
 
 def short(v: Any) -> Any:
-    """Five digits are enough to draw."""
-    return [short(x) for x in v] if isinstance(v, list) else float(f'{v:.5g}') if isinstance(v, float) else v
+    """Numbers, lists and dicts of them with five digits, enough to draw; what is not finite is None."""
+    if isinstance(v, dict):
+        return {k: short(x) for k, x in v.items()}
+    if isinstance(v, list):
+        return [short(x) for x in v]
+    return v if not isinstance(v, float) else float(f'{v:.5g}') if math.isfinite(v) else None
 
 
 def core_seconds(folder: Path) -> float:
