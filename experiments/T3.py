@@ -54,7 +54,7 @@ def verdict(rows):
     parts = []
     for what, rungs in zip(('fixed width', 'fixed parameters'), ladders(rows), strict=True):
         at = s.group([row for row in rungs if row['model.topology'] == 'span'], 'model.layers')
-        depths = [L for L in sorted(at) if len(at[L]) > 1]
-        v = s.lower(at[depths[-1]], at[depths[0]], (f'{what}, Span at {depths[-1]} layers', f'at {depths[0]}'))
-        parts.append(v)
+        most = max(map(len, at.values()))
+        depths = [L for L in sorted(at) if len(at[L]) == most]
+        parts.append(s.lower(at[depths[-1]], at[depths[0]], (f'{what}, Span at {depths[-1]} layers', f'at {depths[0]}')))
     return s.all_of(*parts)

@@ -56,8 +56,10 @@ def share(row):
 
 def verdict(rows):
     rates, stable, bad = around(rows)
-    if not s.control_failed(rows) or bad is None:
-        return s.UNSEPARATED._replace(reason='Post did not diverge at any rate tried, or the positive control did not fail')
+    if not s.control_failed(rows):
+        return s.UNSEPARATED
+    if bad is None:
+        return s.Verdict('cannot tell', f'Post did not diverge up to the highest rate tried, {rates[-1]:g}')
     at = {t: [r for r in own if r[s.RATE] == bad] for t, own in s.group(s.without_control(rows), 'model.topology').items()}
     if not at['span']:
         return s.judged(False, f'Span was not tried at {bad:g}, where Post diverges: its own grid ended below')

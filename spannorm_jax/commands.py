@@ -189,6 +189,7 @@ def report(args: 'cli.Report') -> int:
         pages[args.markdown] = results_page.markdown_page(folder, os.path.relpath(folder, Path(args.markdown).parent))
     for name, text in pages.items():
         with disk_errors('write', Path(name)):
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
             Path(name).write_text(text, 'utf-8')
     found = list(results_page.results(folder))
     if args.json:

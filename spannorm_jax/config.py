@@ -181,6 +181,8 @@ class Config:
             raise UserError(f'optim.accumulate = {self.optim.accumulate} does not divide data.batch = {self.data.batch}')
 
 
+_DEFAULT = Config()
+
 # Fields that say how a run is computed, watched and kept, not what it computes (up to rounding): they are outside its identity, and
 # may change when it goes on.
 HOW_NOT_WHAT = {
@@ -197,12 +199,12 @@ def run_id(cfg: Config) -> str:
 
     So a field that is added later renames no run; a default that changes is found when config.json, which has every field, is compared.
     """
-    tree, default = to_dict(cfg), to_dict(Config())
-    for section, fields in default.items():
-        for name in fields if isinstance(fields, dict) else ():
-            if name in HOW_NOT_WHAT.get(section, ()) or tree[section][name] == fields[name]:
-                del tree[section][name]
-    text = json.dumps(tree, sort_keys=True)
+    told: dict[str, Any] = {'name': cfg.name}
+    for section, default in vars(_DEFAULT).items():
+        if section != 'name':
+            own, outside = vars(getattr(cfg, section)), HOW_NOT_WHAT.get(section, ())
+            told[section] = {k: own[k] for k, v in vars(default).items() if k not in outside and own[k] != v}
+    text = json.dumps(told, sort_keys=True)
     return f'{cfg.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}'
 
 
