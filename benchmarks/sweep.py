@@ -1,6 +1,6 @@
 """How much sooner a sweep ends with its runs side by side: the same 12 nano runs with one worker, then with one per core.
 
-python benchmarks/sweep.py [STEPS]   prints seconds of both and their ratio; 20 steps by default. Compiled programs are in the cache both times.
+python benchmarks/sweep.py [STEPS]   prints seconds of both and their ratio; 20 steps by default. Compiled programs are in the cache.
 """
 
 import subprocess

@@ -78,7 +78,7 @@ def test_table_states_seeds_budget_and_selection(kept):
 def test_markdown(kept):
     text = results_page.markdown_page(kept, '../results')
     assert '| table2 | nano |' in text and '](../results/nano/table2.png)' in text and not re.search(r'(?<!\\)<', text)
-    rows = [line for line in text.splitlines() if line.startswith('|')]
+    rows = [line for line in text.split('\n## ')[1].splitlines() if line.startswith('|')]
     table = [line for line in rows if re.match(r'\| (pre|post|span|mixln|lns|hybrid|peri) \|', line)]
     heads = next(line for line in rows if line.startswith('| topology |'))
     assert len(table) == 7 and {len(re.split(r'(?<!\\)\|', line)) for line in (*table, heads)} == {heads.count('|') + 1}

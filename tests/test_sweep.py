@@ -34,7 +34,7 @@ SMALL = {
 
 
 def runs(scale):
-    return product(edit(load_config('debug'), SMALL), {'model.topology': ('span',), 'run.seed': (0, 1)})
+    return product(edit(load_config('debug'), SMALL), {'model.topology': ('span',), 'run.seed': SEEDS})
 
 
 def measure(cfg, folder):
@@ -68,9 +68,12 @@ def place(tmp_path_factory):
         yield folder
 
 
-def file(place, name, steps):
-    path = place / f'{name}.py'
-    path.write_text(FILE.replace('SOURCE', str(place / 'text')).replace('CACHE', str(place / 'cache')).replace('STEPS', str(steps)))
+def file(place, name, steps, seeds=(0, 1)):
+    path, words = place / f'{name}.py', {'SOURCE': place / 'text', 'CACHE': place / 'cache', 'STEPS': steps, 'SEEDS': seeds}
+    text = FILE
+    for word, value in words.items():
+        text = text.replace(word, str(value))
+    path.write_text(text)
     return str(path)
 
 
@@ -79,7 +82,7 @@ def started(place, path, *options):
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=place)
 
 
-def wait_until(test, seconds=120.0):
+def wait_until(test, seconds=400.0):
     until = time.monotonic() + seconds
     while not test():
         assert time.monotonic() < until, 'it did not come to that'
@@ -97,49 +100,74 @@ def workers(place):
     return [int(pid) for pid in found]
 
 
-@pytest.mark.skipif(not hasattr(os, 'sched_getaffinity'), reason='pins and signals as on Linux')
-def test_stopped_and_killed_and_started_again(place):
-    """SIGTERM in the midst: exit 75, all saved. SIGKILL of the sweep alone: its workers save and end by themselves. Then to the end."""
-    path = file(place, 'cut', 1500)
+@pytest.mark.skipif(not hasattr(os, 'sched_getaffinity'), reason='pins as on Linux')
+@pytest.mark.parametrize(
+    'seeds, signals', [(1, [signal.SIGKILL]), pytest.param(2, [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], marks=pytest.mark.full)]
+)
+def test_stopped_and_killed_and_started_again(place, capsys, seeds, signals):
+    """SIGTERM and SIGINT: exit 75, all saved. SIGKILL of the sweep alone: its workers save and end by themselves. Then to the end, and no
+    number is another than that of a run that nothing cut."""
+    name = f'cut{seeds}'
+    path = file(place, name, 1500, tuple(range(seeds)))
     exp = load_experiment(path, str(place / 'runs'))
-    folders = [run_dir(cfg) for cfg in exp.all_runs('smoke').values()]
+    runs = exp.all_runs('smoke')
+    folders = [run_dir(cfg) for cfg in runs.values()]
     steps = lambda: [sweep.steps_done(f / 'metrics.jsonl') for f in folders]  # noqa: E731
 
-    first = started(place, path)
-    wait_until(lambda: min(steps()) > 50)
-    first.send_signal(signal.SIGTERM)
-    out, err = first.communicate(timeout=100)
-    assert (first.returncode, out) == (75, '') and 'run the same command again' in err
-    cut = steps()
-    assert all(50 < step < 1500 for step in cut) and workers(place) == []
-    assert not result_path(place / 'results', 'smoke', 'cut').exists()
-    assert sweep.state(exp, 'smoke', place / 'results')['state'] == 'not run'
+    for i, number in enumerate(signals):
+        before, sweeping = steps(), started(place, path)
+        wait_until(lambda before=before: all(now > then + 50 for now, then in zip(steps(), before, strict=True)))
+        sweeping.send_signal(number)
+        out, err = sweeping.communicate()
+        assert out == '' and all(step < 1500 for step in steps())
+        if number != signal.SIGKILL:
+            assert sweeping.returncode == 75 and 'run the same command again' in err and workers(place) == [], err
+            assert all(list((f / 'checkpoints').glob('[0-9]*')) for f in folders), i
+        assert (
+            not result_path(place / 'results', 'smoke', name).exists()
+            and sweep.state(exp, 'smoke', place / 'results')['state'] == 'not run'
+        )
+    last = started(place, path)  # at once: it waits for the workers that are still saving
+    out, err = last.communicate()
+    assert last.returncode == 0 and f'reproduced: {seeds} rows' in out and f'{seeds}/{seeds} runs' in err, err
 
-    second = started(place, path)
-    wait_until(lambda: all(a > b + 50 for a, b in zip(steps(), cut, strict=True)))
-    second.kill()
-    second.communicate()
-    third = started(place, path)  # at once: it waits for the workers that are still saving
-    out, err = third.communicate(timeout=200)
-    assert third.returncode == 0 and 'reproduced: 2 rows' in out and '2/2 runs' in err, err
-    assert err.count('already complete') == 0
-
-    for folder, cfg in zip(folders, exp.all_runs('smoke').values(), strict=True):
-        assert (folder / 'log.txt').read_text().count('going on from the checkpoint') >= 2
+    for folder, cfg in zip(folders, runs.values(), strict=True):
+        assert (folder / 'log.txt').read_text().count('going on from the checkpoint') == len(signals)
         alone = edit(cfg, {'run.dir': str(place / 'straight' / folder.name)})
         assert fit(alone).status == 'completed'
         assert numbers(folder) == numbers(place / 'straight' / folder.name)
 
-    rows = load_rows(result_path(place / 'results', 'smoke', 'cut'))
-    assert [row['seed/measured'] for row in rows] == [10, 11] and [row['run.seed'] for row in rows] == [0, 1]
+    rows = load_rows(result_path(place / 'results', 'smoke', name))
+    assert [row['seed/measured'] for row in rows] == [10, 11][:seeds] and [row['run.seed'] for row in rows] == [0, 1][:seeds]
     assert all(row['minutes'] > 0 and len(row['corpus']) == 64 for row in rows)
     state = sweep.state(exp, 'smoke', place / 'results')
-    assert (state['state'], state['runs'], state['finished'], state['minutes_left']) == ('done', 2, 2, 0)
+    assert (state['state'], state['runs'], state['finished'], state['minutes_left']) == ('done', seeds, seeds, 0)
 
-    assert cli.main(['experiment', path, '--scale', 'smoke']) == 0  # nothing is run: it takes no time
-    drawn = (place / 'results/smoke/cut.png').read_bytes()
+    assert cli.main(['experiment', path, '--scale', 'smoke']) == 0  # all is done: nothing runs
+    drawn = (place / 'results/smoke' / f'{name}.png').read_bytes()
     assert cli.main(['experiment', path, '--scale', 'smoke', '--redraw', '--root', 'elsewhere']) == 0  # no run is at hand
-    assert (place / 'results/smoke/cut.png').read_bytes() == drawn and len(drawn) > 1000
+    assert (place / 'results/smoke' / f'{name}.png').read_bytes() == drawn and len(drawn) > 1000
+    assert f'reproduced: {seeds} rows' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_every_worker_and_starts_no_more(place, monkeypatch, number):
+    """Workers in name only: each waits for the end of its input, as a real one does, and then ends as one that has saved."""
+    exp = load_experiment(file(place, f'signal{number}', 3, (0, 1, 2)), str(place / f'signal{number}'))
+    started, told = [], []
+
+    def start(exp, folder, cpu):
+        started.append(subprocess.Popen([sys.executable, '-c', 'import os; os.read(0, 1); raise SystemExit(75)'], stdin=subprocess.PIPE))
+        return started[-1]
+
+    def tell(done, total, note):
+        told.append(note)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(sweep, 'start', start)
+    assert sweep.run(exp, 'smoke', place / 'results', 2, tell) is None
+    assert [p.poll() for p in started] == [75, 75] and told[0].startswith('0/3 runs')
+    assert not result_path(place / 'results', 'smoke', exp.id).exists()
 
 
 def test_a_run_that_fails_is_told_and_the_others_run(place, monkeypatch):
