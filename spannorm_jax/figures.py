@@ -107,6 +107,9 @@ def sensitivity(ax: Axes, arms: dict[str, Sequence[Row]], metric: str = 'eval/lo
     for label, rows in arms.items():
         against(ax, rows, RATE, metric, label, color(key(label), seen))
     ax.set_xscale('log')
+    rates = sorted({row[RATE] for rows in arms.values() for row in rows})
+    ax.set_xticks(rates, [f'{rate:g}' for rate in rates], fontsize=7)
+    ax.minorticks_off()
     if finite:
         low, typical = min(finite), float(np.median(finite))
         ax.set_ylim(low - 0.1 * (typical - low + 0.05), low + 3 * (typical - low + 0.05))

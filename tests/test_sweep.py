@@ -82,9 +82,10 @@ def started(place, path, *options):
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=place)
 
 
-def wait_until(test, seconds=400.0):
+def wait_until(test, process, seconds=400.0):
     until = time.monotonic() + seconds
     while not test():
+        assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < until, 'it did not come to that'
         time.sleep(0.05)
 
@@ -116,7 +117,7 @@ def test_stopped_and_killed_and_started_again(place, capsys, seeds, signals):
 
     for i, number in enumerate(signals):
         before, sweeping = steps(), started(place, path)
-        wait_until(lambda before=before: all(now > then + 50 for now, then in zip(steps(), before, strict=True)))
+        wait_until(lambda before=before: all(now > then + 50 for now, then in zip(steps(), before, strict=True)), sweeping)
         sweeping.send_signal(number)
         out, err = sweeping.communicate()
         assert out == '' and all(step < 1500 for step in steps())
