@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from spannorm_jax.diagnostics import Panel
 
@@ -51,7 +52,7 @@ def figure(panels: Sequence[Panel], groups: Sequence[Group], title: str = '', th
         return None
     rows = -(-len(cells) // 3)
     columns = min(len(cells), 3)
-    fig = Figure(figsize=(4.3 * columns, 3.1 * rows + (0.35 if title else 0)), dpi=140, layout='constrained', facecolor=theme.paper)
+    fig = Figure(figsize=(4.3 * columns, 3.1 * rows + (0.35 if title else 0)), dpi=120, layout='constrained', facecolor=theme.paper)
     FigureCanvasAgg(fig)
     for i, (panel, shown) in enumerate(cells):
         draw(fig.add_subplot(rows, columns, i + 1), panel, shown, [groups.index(g) for g in shown], theme)
@@ -80,6 +81,8 @@ def draw(ax: Axes, panel: Panel, groups: Sequence[Group], places: Sequence[int],
             line(ax, panel, group, key, theme.runs[place % len(theme.runs)], ('-', '--', ':')[place // len(theme.runs) % 3])
     if panel.log:
         ax.set_yscale('log')
+        for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+            axis(LogFormatter(minor_thresholds=(1, 0.4)))
     ax.set_xlabel(panel.over, fontsize=7.5, color=theme.ink)
     ax.grid(axis='y', color=theme.faint, lw=0.6)
     ax.spines[['top', 'right']].set_visible(False)

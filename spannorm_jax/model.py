@@ -132,6 +132,7 @@ def block_stats(into: dict[str, Array], out: dict[str, Array], sums: dict[str, t
     that leaves. Several streams count as their mean.
     `sums` holds what the topology added through `c.add`; where it wrote the sum itself, the branch is the sublayer's output.
     """
+    into, out, sums, stream = jax.lax.stop_gradient((into, out, sums, stream))
     leaving = state(stream)
     totals = {'attn': into.get('attn_sum', into.get('ffn_in', into['ffn'])), 'ffn': into.get('ffn_sum', leaving)}
     stats = {'rms': jnp.sqrt(jnp.square(leaving).mean())}

@@ -21,17 +21,21 @@ p { margin: 6px 0; max-width: 80ch; } .soft { color: var(--soft); }
 nav { display: flex; flex-wrap: wrap; gap: 4px 14px; margin: 16px 0 24px; } a { color: var(--link); text-decoration: none; }
 a:hover { text-decoration: underline; }
 section { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px; margin: 0 0 20px; }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 330px), 1fr)); gap: 12px; margin: 12px 0; }
+.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); gap: 12px; margin: 12px 0; }
 .panels img { width: 100%; max-width: 620px; height: auto; display: block; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 16px; margin: 8px 0 0; }
 dt { color: var(--soft); } dd { margin: 0; max-width: 80ch; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; margin-top: 12px; }
 td, th { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; }
 @media (max-width: 640px) {
   main { padding: 14px 10px 40px; } section { padding: 14px 12px; }
   dl { grid-template-columns: 1fr; gap: 0; } dt { margin-top: 6px; } }
 """
+KEYS = '\n'.join(
+    f'.k{i} {{ background: {light}; }} @media (prefers-color-scheme: dark) {{ .k{i} {{ background: {dark}; }} }}'
+    for i, (light, dark) in enumerate(zip(LIGHT.runs, DARK.runs, strict=True))
+)
 
 
 def page(title: str, runs: Sequence[Mapping[str, Any]], shown: Mapping[str, tuple[Diagnostic, Sequence[Group]]]) -> str:
@@ -46,7 +50,7 @@ def page(title: str, runs: Sequence[Mapping[str, Any]], shown: Mapping[str, tupl
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <title>{html.escape(title)}</title>
-<style>{STYLE}</style>
+<style>{STYLE}{KEYS}</style>
 </head>
 <body>
 <main>
@@ -68,8 +72,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     rows = ''
     for run in runs:
         cells = ''.join(f'<td>{html.escape(_short(run.get(key)))}</td>' for key in heads)
-        color = LIGHT.runs[run.get('place', 0) % len(LIGHT.runs)]
-        rows += f'<tr><td><span class="key" style="background:{color}"></span></td>{cells}</tr>'
+        rows += f'<tr><td><span class="key k{run.get("place", 0) % len(LIGHT.runs)}"></span></td>{cells}</tr>'
     return f'<div class="scroll"><table><tr><th></th>{"".join(f"<th>{html.escape(h)}</th>" for h in heads)}</tr>{rows}</table></div>'
 
 

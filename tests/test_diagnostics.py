@@ -165,7 +165,7 @@ def test_jacobians_of_matrices_and_norms():
     x = {'a': jnp.ones(3), 'b': jnp.ones((2, 2))}
     f = lambda t: A @ jnp.concatenate([t['a'], t['b'].ravel()])  # noqa: E731
     np.testing.assert_allclose(d.singular_values(f, x, KEY, 7), values, rtol=1e-4)
-    np.testing.assert_allclose(d.singular_values(f, x, KEY, 2, rounds=12), values[:2], rtol=1e-3)
+    np.testing.assert_allclose(d.singular_values(f, x, KEY, 2, rounds=20), values[:2], rtol=1e-3)
     np.testing.assert_allclose(d.spectral_norm(f, x, KEY, 60), values[0], rtol=1e-3)
     frobenius, away = d.random_products(f, x, KEY, 2000)
     np.testing.assert_allclose(frobenius, np.sqrt(np.square(values).sum() / 7), rtol=0.05)
@@ -191,7 +191,14 @@ def test_jacobians_of_matrices_and_norms():
         np.testing.assert_allclose(d.spectral_norm(norm, v, KEY), 1 / scale, rtol=1e-4)
 
 
-@pytest.mark.parametrize('name, fields', [('span', {}), ('residual', {}), ('pre', {'experts': 4, 'expert_ffn': 8})])
+@pytest.mark.parametrize(
+    'name, fields',
+    [
+        ('span', {'first_skip': 'normed'}),
+        pytest.param('residual', {}, marks=pytest.mark.full),
+        pytest.param('pre', {'experts': 4, 'expert_ffn': 8}, marks=pytest.mark.full),
+    ],
+)
 def test_jacobians_of_blocks_against_whole_matrices(name, fields):
     """Norms of every block, and of the whole model, against Jacobians written out; experts too, which have no forward mode."""
     cfg = tiny(name, width=8, ffn=12, layers=2, **fields)

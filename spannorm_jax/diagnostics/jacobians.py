@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,26 +17,35 @@ from spannorm_jax.layers import accumulator
 from spannorm_jax.model_config import ModelConfig
 
 
-def products(f: Callable, x: Any) -> tuple[Callable[[Array], Array], Callable[[Array], Array], int]:
-    """(v -> J v, u -> J' u, numbers in x), over flat vectors."""
+class Products(NamedTuple):
+    """A Jacobian as what it does to flat vectors: v -> J v and u -> J' u; numbers in x."""
+
+    push: Callable[[Array], Array]
+    pull: Callable[[Array], Array]
+    n: int
+
+
+def products(f: Callable, x: Any) -> Products:
     flat_x, unflat = ravel_pytree(x)
     out, pull = jax.vjp(lambda v: ravel_pytree(f(unflat(v)))[0], flat_x)
     # J v as the gradient of J'u in u: the dispatch to experts has a gradient of its own, which forward mode refuses.
     _, push = jax.vjp(lambda u: pull(u)[0], jnp.zeros_like(out))
-    return lambda v: push(v)[0], lambda u: pull(u)[0], flat_x.size
+    return Products(lambda v: push(v)[0], lambda u: pull(u)[0], flat_x.size)
 
 
 def spectral_norm(f: Callable, x: Any, key: Array, steps: int = 20) -> Float[Array, '']:
     """Largest singular value of J by power iteration on J'J. It approaches from below: two close ones take more steps."""
-    push, pull, n = products(f, x)
+    return _spectral(products(f, x), key, steps)
 
+
+def _spectral(J: Products, key: Array, steps: int) -> Array:
     def step(v, _):
-        v = pull(push(v))
-        return v / jnp.maximum(jnp.linalg.norm(v), 1e-30), None
+        Jv = J.push(v)
+        v = J.pull(Jv)
+        return v / jnp.maximum(jnp.linalg.norm(v), 1e-30), jnp.linalg.norm(Jv)
 
-    v = jax.random.normal(key, (n,))
-    v, _ = jax.lax.scan(step, v / jnp.linalg.norm(v), length=steps)
-    return jnp.linalg.norm(push(v))
+    v = jax.random.normal(key, (J.n,))
+    return jax.lax.scan(step, v / jnp.linalg.norm(v), length=steps)[1][-1]
 
 
 def random_products(f: Callable, x: Any, key: Array, samples: int = 8) -> tuple[Float[Array, ''], Float[Array, '']]:
@@ -44,11 +53,14 @@ def random_products(f: Callable, x: Any, key: Array, samples: int = 8) -> tuple[
 
     1 and 0 for the identity. The distance needs f(x) as large as x, else it is NaN.
     """
-    push, _, n = products(f, x)
-    v = jax.random.normal(key, (samples, n))
-    Jv = jax.lax.map(push, v)
-    away = jnp.square(Jv - v).sum(-1).mean() / n if Jv.shape == v.shape else jnp.nan
-    return jnp.sqrt(jnp.square(Jv).sum(-1).mean() / n), jnp.asarray(away)
+    return _random(products(f, x), key, samples)
+
+
+def _random(J: Products, key: Array, samples: int = 8) -> tuple[Array, Array]:
+    v = jax.random.normal(key, (samples, J.n))
+    Jv = jax.lax.map(J.push, v)
+    away = jnp.square(Jv - v).sum(-1).mean() / J.n if Jv.shape == v.shape else jnp.nan
+    return jnp.sqrt(jnp.square(Jv).sum(-1).mean() / J.n), jnp.asarray(away)
 
 
 def singular_values(f: Callable, x: Any, key: Array, k: int, rounds: int = 3) -> Float[Array, ' k']:
@@ -56,14 +68,17 @@ def singular_values(f: Callable, x: Any, key: Array, k: int, rounds: int = 3) ->
 
     Source: Halko, Martinsson and Tropp 2011, algorithm 4.4.
     """
-    push, pull, n = products(f, x)
-    push_all, pull_all = (lambda m, g=g: jax.lax.map(g, m.T).T for g in (push, pull))
+    return _singular(products(f, x), key, k, rounds)
 
+
+def _singular(J: Products, key: Array, k: int, rounds: int = 3) -> Array:
     def step(q, _):
-        return jnp.linalg.qr(pull_all(jnp.linalg.qr(push_all(q))[0]))[0], None
+        Jq = jax.lax.map(J.push, q.T).T
+        back = jax.lax.map(J.pull, jnp.linalg.qr(Jq)[0].T).T
+        return jnp.linalg.qr(back)[0], jnp.linalg.svd(Jq, compute_uv=False)
 
-    q, _ = jax.lax.scan(step, jnp.linalg.qr(jax.random.normal(key, (n, min(k, n))))[0], length=rounds)
-    return jnp.linalg.svd(push_all(q), compute_uv=False)
+    q = jnp.linalg.qr(jax.random.normal(key, (J.n, min(k, J.n))))[0]
+    return jax.lax.scan(step, q, length=rounds + 1)[1][-1]
 
 
 def token_jacobian(f: Callable, x_BTD: Float[Array, 'B T D'], position: int) -> Float[Array, 'D D']:
@@ -88,8 +103,9 @@ def block_jacobians(cfg: ModelConfig, params: Params, batch: Batch, key: Array, 
     x_BTD, ctx = embed(cfg, params, batch)
 
     def look(block, stream):
-        frobenius, away = random_products(block, stream, key)
-        return {'spectral': spectral_norm(block, stream, key, steps), 'frobenius': frobenius, 'from_identity': away}
+        J = products(block, stream)
+        frobenius, away = _random(J, key)
+        return {'spectral': _spectral(J, key, steps), 'frobenius': frobenius, 'from_identity': away}
 
     return through(cfg, params, enter(cfg, params, x_BTD), ctx, look=look)[1]
 
@@ -100,9 +116,10 @@ def end_to_end(cfg: ModelConfig, params: Params, batch: Batch, key: Array, k: in
     cfg = _wide(cfg)
     x_BTD, ctx = embed(cfg, params, batch)
     f = lambda x: features(cfg, params, x, ctx)  # noqa: E731
-    frobenius, away = random_products(f, x_BTD, key)
+    J = products(f, x_BTD)
+    frobenius, away = _random(J, key)
     last = jnp.linalg.svd(token_jacobian(f, x_BTD, x_BTD.shape[1] - 1), compute_uv=False)
-    return {'singular': singular_values(f, x_BTD, key, k), 'frobenius': frobenius, 'from_identity': away, 'last_token': last}
+    return {'singular': _singular(J, key, k), 'frobenius': frobenius, 'from_identity': away, 'last_token': last}
 
 
 def _wide(cfg: ModelConfig) -> ModelConfig:

@@ -63,17 +63,18 @@ def alike(probe: Probe) -> Measured:
     return {'cosine': pairs, 'by_distance': similarity.by_distance(pairs), 'mean': pairs[np.triu_indices(len(pairs), 1)].mean()}
 
 
+def turns(probe: Probe) -> np.ndarray:
+    return np.asarray(jax.jit(similarity.angular_distances)(probe.last_tokens))
+
+
 def turned(probe: Probe) -> Measured:
-    return {
-        'angular': np.asarray(similarity.angular_distances(probe.last_tokens)),
-        'influence': np.asarray(similarity.block_influence(probe.states)),
-    }
+    return {'angular': turns(probe), 'influence': np.asarray(jax.jit(similarity.block_influence)(probe.states))}
 
 
 def removed(probe: Probe) -> Measured:
     found = compiled(removal.one_by_one, probe, probe.batch)
     if probe.cfg.model.layers > 2:
-        first = removal.groups(similarity.angular_distances(probe.last_tokens))
+        first = removal.groups(turns(probe))
         several = compiled(lambda cfg, params, batch: removal.in_groups(cfg, params, batch, first), probe, probe.batch)
         found |= {f'group/{k}': v for k, v in several.items()} | {'group/first': first + 1}
     if probe.cfg.model.layers > 1:
