@@ -17,7 +17,7 @@ from spannorm_jax.loss import loss_sums
 from spannorm_jax.model import LM, infos
 from spannorm_jax.optim import make_optimizer
 
-PLACES = ('block 1', 'middle', 'last block', 'features', 'logits')
+PLACES = ('quarter', 'middle', 'last block', 'features', 'logits')
 
 
 class Coordinates(NamedTuple):
@@ -38,8 +38,9 @@ def coordinate_check(
     """Train copies of cfg.model with model.width or model.layers set to each size for a few steps on one batch of random tokens.
 
     Width: `heads`, and `ffn` where it is None, are kept, so head_dim and F grow with it. The rate is optim.lr_peak from the first step on;
-    decay, clipping and eps are the config's. rms over all tokens and channels of the stream after block 1, ceil(L / 2) and L (the mean
-    of several streams), of what the head reads, and of the logits.
+    decay, clipping and eps are the config's. rms over all tokens and channels of the stream after block ceil(L / 4), ceil(L / 2) and L
+    (the mean of several streams), of what the head reads, and of the logits. Over depth take multiples of 4: one block's share of the
+    change is 1/L of it, so places are compared at equal parts of the depth.
     """
     found = {place: [] for place in PLACES}
     flat = edit(cfg, {'optim.schedule': 'constant', 'optim.warmup_steps': 0})
@@ -60,30 +61,28 @@ def _compiled(cfg: Config, steps: int, shape: tuple[int, int]) -> Any:
     lm, tree = LM(cfg.model), infos(cfg.model)
     optimizer = make_optimizer(cfg, tree)
 
-    def activations(params, tokens):
+    def loss(params, tokens):
         x_BTD, extras = lm.features(params, tokens, stats='tensors')
         hidden = jax.tree.leaves(extras['hidden'])[0]  # of two streams the first, the normed one
         hidden = hidden.mean(-2) if hidden.ndim > 4 else hidden
-        L = cfg.model.layers
-        return dict(zip(PLACES, (hidden[0], hidden[(L - 1) // 2], hidden[-1], x_BTD, lm.logits(params, x_BTD)), strict=True))
-
-    def loss(params, tokens):
+        at = [-(-cfg.model.layers // parts) - 1 for parts in (4, 2, 1)]
+        places = dict(zip(PLACES, (*(hidden[l] for l in at), x_BTD, lm.logits(params, x_BTD)), strict=True))
         ones = jnp.ones(tokens.shape, jnp.int32)
-        s = loss_sums(lambda x: lm.logits(params, x), lm.features(params, tokens)[0], jnp.roll(tokens, -1, axis=1), ones, chunk=0)
-        return s.nats / s.tokens
+        s = loss_sums(lambda x: lm.logits(params, x), x_BTD, jnp.roll(tokens, -1, axis=1), ones, chunk=0)
+        return s.nats / s.tokens, places
 
     def run(params, key):
         tokens = jax.random.randint(key, shape, 0, cfg.model.vocab, jnp.int32)
-        before = activations(params, tokens)
 
         def step(carry, t):
             params, state = carry
-            updates, state = optimizer.update(jax.grad(loss)(params, tokens), state, params, step=t)
-            params = optax.apply_updates(params, updates)
-            rms = lambda a, b: jnp.sqrt(jnp.square(a - b).mean())  # noqa: E731
-            return (params, state), jax.tree.map(rms, activations(params, tokens), before)
+            grads, places = jax.grad(loss, has_aux=True)(params, tokens)
+            updates, state = optimizer.update(grads, state, params, step=t)
+            return (optax.apply_updates(params, updates), state), places
 
-        return jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(steps))[1]
+        # The pass of step t sees what the t updates before it have made.
+        _, seen = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(steps + 1))
+        return jax.tree.map(lambda x: jnp.sqrt(jnp.square(x[1:] - x[0]).mean(tuple(range(1, x.ndim)))), seen)
 
     jitted = jax.jit(run)
     return lambda key: jitted(lm.init(key), jax.random.fold_in(key, 1))

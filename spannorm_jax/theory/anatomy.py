@@ -83,21 +83,19 @@ def log_size(scale: Array, tree: Any) -> Array:
     return scale + jnp.log(jnp.maximum(length(tree), TINY))
 
 
-def log_gradients(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T']) -> dict[str, Any]:
+def log_gradients(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T'], observing: bool = False) -> dict[str, Any]:
     """ln of the Frobenius norm of the loss's gradient, at any depth: `weights` {name: (L,)} of every parameter of the blocks, `stream`
     (L + 1,) of what enters each block and what leaves the last, `embedding` () of the embedded tokens; and `loss`.
 
     Back-propagation block by block. The gradient that enters a block is divided by its own norm, whose logarithm is kept apart, so that
     nothing overflows or underflows: a block's gradient is linear in what enters it, so the values are those of plain back-propagation.
     A block is computed again in its backward pass; only the streams between blocks are stored. NaN where a block lacks a parameter.
+    `observing` adds what `observe` finds, of the same forward pass, as `sums`.
     """
     x_BTD, make_stream = enter(cfg, params, tokens_BT)
     stream, back_in = jax.vjp(make_stream, x_BTD)
-    parts, entered = list(runs(cfg, params, tokens_BT.shape)), []
-    for run in parts:
-        forward = lambda x, pc, run=run: (run.apply(pc[0], x, pc[1]), x)  # noqa: E731
-        stream, xs = jax.lax.scan(forward, stream, (run.params, run.coef))
-        entered.append(xs)
+    parts = list(runs(cfg, params, tokens_BT.shape))
+    stream, entered, stats = forward(parts, stream, observing)
     value, g = jax.value_and_grad(lambda x: loss(cfg, params, x, tokens_BT))(stream)
 
     weights, streams, scale = [], [log_size(jnp.zeros(()), g)[None]], jnp.zeros(())
@@ -118,7 +116,8 @@ def log_gradients(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T']) -
     none = [jnp.full(len(run.coef['layer']), jnp.nan) for run in parts]
     names = dict.fromkeys(name for w in weights for name in w)
     named = {name: jnp.concatenate([w.get(name, nan) for w, nan in zip(weights, none, strict=True)]) for name in names}
-    return {'weights': named, 'stream': jnp.concatenate(streams), 'embedding': log_size(scale, g), 'loss': value}
+    found = {'weights': named, 'stream': jnp.concatenate(streams), 'embedding': log_size(scale, g), 'loss': value}
+    return found | ({'sums': stats} if observing else {})
 
 
 def watch(block: Block, params: Any, stream: Any, coef: dict[str, Array], ctx: Context) -> tuple[Any, dict[str, Any]]:
@@ -153,12 +152,18 @@ def observe(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T']) -> dict
     the mean square of its skip; corr/S: cosine of branch and skip over all elements, which is their correlation about 0.
     """
     x_BTD, make_stream = enter(cfg, params, tokens_BT)
-    stream, found = make_stream(x_BTD), []
+    return forward(list(runs(cfg, params, tokens_BT.shape)), make_stream(x_BTD), True)[2]
+
+
+def forward(parts: list[Run], stream: Any, observing: bool) -> tuple[Any, list[Any], dict[str, Array]]:
+    """What leaves the last block, what enters the blocks of each run (stacked), and the statistics of `observe` (or none)."""
 
     def one(x, pc, run):
-        x, seen = watch(run.block, pc[0], x, pc[1], run.ctx)
+        if not observing:
+            return run.apply(pc[0], x, pc[1]), (x, {})
+        out, seen = watch(run.block, pc[0], x, pc[1], run.ctx)
         stats = {}
-        for name, (total, branch) in sums(seen, x).items():
+        for name, (total, branch) in sums(seen, out).items():
             skip, rms_BT = total - branch, jnp.sqrt(jnp.square(total).mean(-1))
             power, branch_power = jnp.square(skip).mean(), jnp.square(branch).mean()
             stats |= {
@@ -170,12 +175,14 @@ def observe(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T']) -> dict
                 f'share/{name}': branch_power / power,
                 f'corr/{name}': (skip * branch).mean() / jnp.sqrt(power * branch_power),
             }
-        return x, stats
+        return out, (x, stats)
 
-    for run in runs(cfg, params, tokens_BT.shape):
-        stream, stats = jax.lax.scan(lambda x, pc, run=run: one(x, pc, run), stream, (run.params, run.coef))
+    entered, found = [], []
+    for run in parts:
+        stream, (xs, stats) = jax.lax.scan(lambda x, pc, run=run: one(x, pc, run), stream, (run.params, run.coef))
+        entered.append(xs)
         found.append(stats)
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *found)
+    return stream, entered, jax.tree.map(lambda *x: jnp.concatenate(x), *found)
 
 
 def own_jacobian(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T']) -> tuple[Array, Array]:

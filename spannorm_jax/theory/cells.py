@@ -84,13 +84,9 @@ def compiled(of: Callable[..., Any], cfg: ModelConfig) -> Callable[..., Any]:
 
 def sums_and_gradients(cfg: ModelConfig, params: Any, tokens_BT: jax.Array) -> dict[str, jax.Array]:
     """What T1, T6 and T8 read."""
-    g = anatomy.log_gradients(cfg, params, tokens_BT)
-    return {
-        'ln_grad': g['weights']['ffn.down'],
-        'ln_stream': g['stream'],
-        'ln_embedding': g['embedding'],
-        'loss': g['loss'],
-    } | {k.replace('/', '_'): v for k, v in anatomy.observe(cfg, params, tokens_BT).items()}
+    g = anatomy.log_gradients(cfg, params, tokens_BT, observing=True)
+    found = {'ln_grad': g['weights']['ffn.down'], 'ln_stream': g['stream'], 'ln_embedding': g['embedding'], 'loss': g['loss']}
+    return found | {k.replace('/', '_'): v for k, v in g['sums'].items()}
 
 
 def depths_of(cells: Sequence[Cell]) -> dict[Cell, list[Cell]]:
