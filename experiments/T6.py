@@ -28,20 +28,23 @@ def mean(v):
     return sum(known) / len(known)
 
 
+def points(rows, at):
+    """(depth, mean variance) of each run, early (0) or at the end (-1)."""
+    return sorted((row['model.layers'], mean(row['curves'][VARIANCE][at][1])) for row in rows if row['curves'][VARIANCE])
+
+
 def slopes(rows):
     """(slope, R^2) of ln of the mean variance over ln of the depth, early and at the end."""
-    found = []
-    for at in (0, -1):
-        points = [(row['model.layers'], mean(row['curves'][VARIANCE][at][1])) for row in rows if row['curves'][VARIANCE]]
-        found.append(slope([math.log(L) for L, _ in points], [math.log(v) for _, v in points])[::2])
-    return found
+    return [slope([math.log(L) for L, _ in points(rows, at)], [math.log(v) for _, v in points(rows, at)])[::2] for at in (0, -1)]
 
 
 def figure(rows):
     fig, (left, *rest) = panels('variance of the FFN branch', 'correlation with the skip, early', 'at the end')
     for at, label in ((0, 'early'), (-1, 'at the end')):
-        points = sorted((row['model.layers'], mean(row['curves'][VARIANCE][at][1])) for row in rows if row['curves'][VARIANCE])
-        left.loglog(*zip(*points, strict=True), 'o' if at else 's', ms=4, label=label, color=color('pre' if at else 'span', []))
+        if points(rows, at):
+            left.loglog(
+                *zip(*points(rows, at), strict=True), 'o' if at else 's', ms=4, label=label, color=color('pre' if at else 'span', [])
+            )
     for ax, at in zip(rest, (0, -1), strict=True):
         for i, (L, own) in enumerate(sorted(s.group(rows, 'model.layers').items())):
             over_layers(ax, own, CORRELATION, f'{L} layers', f'C{i}', at=at)
@@ -51,6 +54,8 @@ def figure(rows):
 
 
 def verdict(rows):
+    if len({L for L, _ in points(rows, 0)}) < 2:
+        return s.Verdict('cannot tell', 'fewer than 2 depths have a run that went on long enough')
     (early, r2), (late, _) = slopes(rows)
     high = max(abs(mean(v)) for row in rows for _, v in row['curves'][CORRELATION])
     text = f'slope {early:.2f} early (R^2 {r2:.2f}), {late:.2f} at the end; largest mean correlation with the skip {high:.2f}'

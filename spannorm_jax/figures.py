@@ -90,6 +90,8 @@ def over_layers(ax: Axes, rows: Sequence[Row], key: str, label: str, c: str, sty
 def heat(ax: Axes, matrix: Any, x: Sequence[Any], y: Sequence[Any], label: str, cmap: str = 'viridis', **limits: float) -> None:
     """matrix (len(y), len(x)) with its own scale; cells without a number stay grey."""
     ax.set_facecolor('#d5d9dd')
+    if not x or not y:  # a run that stopped before it had anything to show
+        return
     image = ax.imshow(np.ma.masked_invalid(np.asarray(matrix, float)), aspect='auto', origin='lower', cmap=cmap, **limits)
     for axis, names in ((ax.xaxis, x), (ax.yaxis, y)):
         every = -(-len(names) // 10)

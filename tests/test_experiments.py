@@ -152,6 +152,18 @@ def png(fig):
     return np.asarray(fig.canvas.buffer_rgba())[..., :3] / 255
 
 
+@pytest.mark.parametrize('id', IDS)
+def test_all_may_diverge_at_once(id):
+    """A figure and a verdict there are also where every run stopped at its first step: nothing is reproduced then."""
+    exp = load_experiment(id)
+    rows = rows_of(exp, 'smoke', bowl, lambda name, cfg: 'diverged')
+    lost = [row | {'curves': dict.fromkeys(exp.curves, []), 'train/final': None} for row in rows]
+    exp.figure(lost)
+    found = exp.verdict(lost)
+    assert found.status != 'reproduced' or id in ('fig13', 'T1', 'T5', 'T10', 'T11'), found.reason
+    assert exp.table is None or exp.table(lost)
+
+
 WITH_CONTROL = [id for id in IDS if 'control' in load_experiment(id).runs('smoke') and id != 'T10']
 
 
