@@ -108,8 +108,8 @@ def workers(place):
 def test_stopped_and_killed_and_started_again(place, capsys, seeds, signals):
     """SIGTERM and SIGINT: exit 75, all saved. SIGKILL of the sweep alone: its workers save and end by themselves. Then to the end, and no
     number is another than that of a run that nothing cut."""
-    name = f'cut{seeds}'
-    path = file(place, name, 1500, tuple(range(seeds)))
+    name, most = f'cut{seeds}', 600 * len(signals)
+    path = file(place, name, most, tuple(range(seeds)))
     exp = load_experiment(path, str(place / 'runs'))
     runs = exp.all_runs('smoke')
     folders = [run_dir(cfg) for cfg in runs.values()]
@@ -120,7 +120,7 @@ def test_stopped_and_killed_and_started_again(place, capsys, seeds, signals):
         wait_until(lambda before=before: all(now > then + 50 for now, then in zip(steps(), before, strict=True)), sweeping)
         sweeping.send_signal(number)
         out, err = sweeping.communicate()
-        assert out == '' and all(step < 1500 for step in steps())
+        assert out == '' and all(step < most for step in steps())
         if number != signal.SIGKILL:
             assert sweeping.returncode == 75 and 'run the same command again' in err and workers(place) == [], err
             assert all(list((f / 'checkpoints').glob('[0-9]*')) for f in folders), i
