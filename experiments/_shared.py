@@ -74,7 +74,7 @@ def grow(cfg: Config, rows, scale: str, fields=('model.topology',), to_edge: boo
     new = {}
     for key, own in group([row for row in rows if not is_control(row)], *fields).items():
         arm = dict(zip(fields, key if len(fields) > 1 else (key,), strict=True))
-        bounds = (1.0, 0.0) if scale == 'smoke' else by(scale, None, (1.25e-4, 0.26), (1.25e-4, 0.26), (1.25e-5, 2e-2))
+        bounds = (1.0, 0.0) if scale == 'smoke' else by(scale, None, (2.4e-4, 0.065), (2.4e-4, 0.065), (1.25e-5, 2e-2))
         for rate, seed in sorted(wanted(own, rates(scale), seeds(scale), bounds=bounds, to_edge=to_edge)):
             new |= product(cfg, {f: (v,) for f, v in arm.items()} | {RATE: (rate,), 'run.seed': (seed,)})
     return new
