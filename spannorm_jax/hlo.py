@@ -59,6 +59,7 @@ def _share(kind: str, g: int) -> float:
 def collectives(text: str, devices: int) -> list[Collective]:
     """All collectives that run, from `compiled.as_text()` of a program over so many devices."""
     bodies = computations(text)
+    fused = {called[0] for body in bodies.values() for *_, op, rest in body if op == 'fusion' for called in CALLED.findall(rest)}
     found, seen = [], set()
     for name, runs in executions(text, bodies).items():
         sizes = {}
@@ -67,10 +68,10 @@ def collectives(text: str, devices: int) -> list[Collective]:
             kind = op.removesuffix('-start')
             if kind not in KINDS:
                 continue
-            channel = re.search(r'channel_id=(\d+)', rest)
-            if channel and channel[1] in seen:  # one that was cut into steps, to run beside a computation
-                continue
-            seen.update(channel.groups() if channel else ())
+            if name in fused and (channel := re.search(r'channel_id=(\d+)', rest)):
+                if channel[1] in seen:  # one that was cut into steps, each fused with a computation that runs beside it
+                    continue
+                seen.add(channel[1])
             operands = re.findall(r'%?([\w.\-]+)', rest[: rest.index(')')])
             size = sum(sizes.get(o, 0) for o in operands)
             if kind == 'all-reduce' and 'all-reduce-scatter' in name:  # what a TPU makes of a reduce-scatter

@@ -15,7 +15,7 @@ from spannorm_jax.attention import attention
 from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import Init, make, matrix_init
 from spannorm_jax.model_config import ModelConfig
-from spannorm_jax.sharding import constrain
+from spannorm_jax.sharding import constrain, pieces
 
 
 class Context(NamedTuple):
@@ -25,6 +25,7 @@ class Context(NamedTuple):
     real_BT: Array | None  # False for padding; None: there is none
     rope_BTh: tuple[Array, Array] | None  # cos and sin
     dropout_key: Array | None = None  # None: no dropout
+    embed_norm: tuple[Array, ...] | None = None  # weights of the norm that the first block applies; None: `enter` did, or there is none
 
 
 def accumulator(cfg: ModelConfig) -> jnp.dtype:
@@ -76,18 +77,25 @@ class Norm(nn.Module):
     cfg: ModelConfig
     eps: float | None = None
 
-    @nn.compact
     def __call__(self, x: Float[Array, '... D']) -> Float[Array, '... D']:
-        cfg, eps = self.cfg, self.cfg.norm_eps if self.eps is None else self.eps
-        x = x.astype(accumulator(cfg))
-        if cfg.norm_input_guard:
-            largest = jax.lax.stop_gradient(jnp.abs(x).max())
-            x /= jnp.where(largest > 0, largest / 8, 1)
-        x = standardize(x, cfg.norm, eps)
-        one = Init(const=0.0 if cfg.norm_unit_offset else 1.0)
-        gain_D = make(self, 'gain', x.shape[-1:], ('norm',), 'gain', one)
-        x *= gain_D + 1 if cfg.norm_unit_offset else gain_D
-        return x + make(self, 'bias', x.shape[-1:], ('norm',), 'bias', Init()) if cfg.norm_bias else x
+        return apply_norm(self.cfg, x, self.weights(x.shape[-1]), self.eps)
+
+    @nn.compact
+    def weights(self, D: int) -> tuple[Float[Array, ' D'], ...]:
+        """Gain, and bias where there is one."""
+        gain_D = make(self, 'gain', (D,), ('norm',), 'gain', Init(const=0.0 if self.cfg.norm_unit_offset else 1.0))
+        return (gain_D, make(self, 'bias', (D,), ('norm',), 'bias', Init())) if self.cfg.norm_bias else (gain_D,)
+
+
+def apply_norm(cfg: ModelConfig, x: Float[Array, '... D'], weights: tuple[Float[Array, ' D'], ...], eps: float | None = None) -> Array:
+    """What `Norm` computes."""
+    x = x.astype(accumulator(cfg))
+    if cfg.norm_input_guard:
+        largest = jax.lax.stop_gradient(jnp.abs(x).max())
+        x /= jnp.where(largest > 0, largest / 8, 1)
+    x = standardize(x, cfg.norm, cfg.norm_eps if eps is None else eps)
+    x *= weights[0] + 1 if cfg.norm_unit_offset else weights[0]
+    return x + weights[1] if cfg.norm_bias else x
 
 
 def standardize(x: Array, kind: str, eps: float, split: str | None = None) -> Array:
@@ -100,6 +108,23 @@ def standardize(x: Array, kind: str, eps: float, split: str | None = None) -> Ar
     if kind == 'layernorm':
         x -= mean(x)
     return x * jax.lax.rsqrt(mean(jnp.square(x)) + eps)
+
+
+def as_matrix(w: Array, axes: tuple[str, ...]) -> Array:
+    """A weight with heads, (D, N, H) or (N, H, D), as the matrix of its product, split over the mesh as the weight is.
+
+    Without it the compiler gathers the array of three axes; for a TPU it lays that out with D innermost, where the few rows that
+    each of many devices holds cost ten times their bytes, an all-reduce in place of the gather, and minutes of compilation.
+    """
+    N = w.shape[axes.index('head_dim') - 1]
+    kept = [None if a in ('heads', 'kv') and N % pieces(a) else a for a in axes if a != 'head_dim']
+    shape = (w.shape[0], -1) if axes[-1] == 'head_dim' else (-1, w.shape[-1])
+    return constrain(w.reshape(shape), *kept)
+
+
+def to_heads(x_BTD: Float[Array, 'B T D'], w_DNH: Float[Array, 'D N H'], axes: tuple[str, ...]) -> Float[Array, 'B T N H']:
+    """x W in the dtype of x."""
+    return jnp.einsum('BTD,DF->BTF', x_BTD, as_matrix(w_DNH.astype(x_BTD.dtype), axes)).reshape(*x_BTD.shape[:2], *w_DNH.shape[1:])
 
 
 class Attention(nn.Module):
@@ -128,8 +153,10 @@ class Attention(nn.Module):
         N, J = o_BTNJ.shape[2:]
         if norms == 'inner':
             o_BTNJ = Norm(cfg, name='norm_inner')(o_BTNJ.reshape(*o_BTNJ.shape[:2], N * J)).reshape(o_BTNJ.shape)
-        w_NJD = make(self, 'o', (N, J, D), ('heads', 'head_dim', 'width'), 'write', matrix_init(cfg, 'o', N * J, D), N * J)
-        out_BTD = jnp.einsum('BTNJ,NJD->BTD', o_BTNJ.astype(dtype), w_NJD.astype(dtype), preferred_element_type=accumulator(cfg))
+        axes = 'heads', 'head_dim', 'width'
+        w_NJD = make(self, 'o', (N, J, D), axes, 'write', matrix_init(cfg, 'o', N * J, D), N * J)
+        o_BTF, w_FD = o_BTNJ.astype(dtype).reshape(*o_BTNJ.shape[:2], N * J), as_matrix(w_NJD.astype(dtype), axes)
+        out_BTD = jnp.einsum('BTF,FD->BTD', o_BTF, w_FD, preferred_element_type=accumulator(cfg))
         if cfg.attn_bias:
             out_BTD += make(self, 'o_bias', (D,), ('width',), 'bias', Init())
         return out_BTD, found
@@ -139,8 +166,8 @@ class Attention(nn.Module):
         cfg, D, H = self.cfg, x_BTD.shape[-1], self.cfg.resolved_head_dim
 
         def one(name, heads, axis):
-            w_DNH = make(self, name, (D, heads, H), ('width', axis, 'head_dim'), 'read', matrix_init(cfg, name, D, heads * H), D)
-            out_BTNH = jnp.einsum('BTD,DNH->BTNH', x_BTD, w_DNH.astype(x_BTD.dtype))
+            axes = 'width', axis, 'head_dim'
+            out_BTNH = to_heads(x_BTD, make(self, name, (D, heads, H), axes, 'read', matrix_init(cfg, name, D, heads * H), D), axes)
             if not cfg.attn_bias:
                 return out_BTNH
             return out_BTNH + make(self, f'{name}_bias', (heads, H), (axis, 'head_dim'), 'bias', Init()).astype(x_BTD.dtype)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spannorm_jax.initializers import make, matrix_init
-from spannorm_jax.layers import Attention, Norm
+from spannorm_jax.layers import Attention, Norm, to_heads
 
 
 class LatentAttention(Attention):
@@ -25,7 +25,7 @@ class LatentAttention(Attention):
         def linear(name, x, shape, axes, like=None):
             fan_in, fan_out = shape[0], math.prod(shape[1:])
             w = make(self, name, shape, axes, 'read', matrix_init(cfg, like or name, fan_in, fan_out), fan_in)
-            return jnp.einsum('BTC,CNH->BTNH' if len(shape) == 3 else 'BTC,CD->BTD', x, w.astype(x.dtype))
+            return to_heads(x, w, axes) if len(shape) == 3 else jnp.einsum('BTC,CD->BTD', x, w.astype(x.dtype))
 
         def compress(name, width):
             c_BTC = linear(f'{name}_a', x_BTD, (D, width), ('width', 'latent'))

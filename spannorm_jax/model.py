@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from spannorm_jax import parametrization, topology
 from spannorm_jax.embedding import look_up
 from spannorm_jax.initializers import Init, Param, draw, is_param, make, matrix_init
-from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, context, dropout
+from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, apply_norm, context, dropout
 from spannorm_jax.mla import LatentAttention
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.moe import Moe
@@ -47,7 +47,7 @@ def has_norm(cfg: ModelConfig, site: str) -> bool:
     return True
 
 
-def apply_norm(cfg: ModelConfig, site: str, x: Array) -> Array:
+def norm_at(cfg: ModelConfig, site: str, x: Array) -> Array:
     eps = cfg.final_norm_eps if site == 'final' else None
     return Norm(cfg, eps, name=f'norm_{site}')(x) if has_norm(cfg, site) else x
 
@@ -74,13 +74,20 @@ class Block(nn.Module):
         if ctx is None:
             B, T = jax.tree.leaves(stream)[0].shape[:2]
             ctx = context(cfg, jnp.broadcast_to(jnp.arange(T), (B, T)))
+            if self.layer == 0:
+                ctx = with_embed_norm(cfg, ctx)
         rule, moe = (self.rule, self.moe) if self.rule is not None else block_rule(cfg, self.layer)
         key = None if ctx.dropout_key is None else jax.random.fold_in(ctx.dropout_key, coef['layer'])
         into, out, sums, stats = {}, {}, {}, {}  # what entered and left each site; (skip, branch) of explicit sums
 
         def norm(site, x):
-            into[site], out[site] = x, apply_norm(cfg, site, x)
+            into[site], out[site] = x, norm_at(cfg, site, x)
             return out[site]
+
+        def embedded(x):
+            if ctx.embed_norm is None:
+                return x
+            return jax.lax.cond(coef['layer'] == 0, lambda x: apply_norm(cfg, x, ctx.embed_norm), lambda x: x, x)
 
         def sublayer(name, module, salt):
             def call(x, norms=''):
@@ -107,7 +114,7 @@ class Block(nn.Module):
         ffn_module: Any = Moe(cfg, name='ffn') if moe else Mlp(cfg, name='ffn')
         attn = sublayer('attn', lambda x, norms: attn_module(x, ctx, norms, bool(self.collect)), 0)
         ffn = sublayer('ffn', lambda x, norms: ffn_module(x, ctx.real_BT, norms) if moe else (ffn_module(x, norms), {}), 1)
-        c = SimpleNamespace(cfg=cfg, param=param, add=add, **coef)
+        c = SimpleNamespace(cfg=cfg, param=param, add=add, embedded=embedded, **coef)
         stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
         stream = rule(stream, attn, ffn, norm, c)
         router = {k: stats.pop(k) for k in ('router_logits', 'router_experts') if k in stats}
@@ -117,6 +124,13 @@ class Block(nn.Module):
         if self.collect == 'tensors':
             stats |= {'hidden': stream, 'after': {k: v for k, v in out.items() if k.startswith(('attn', 'ffn'))} | router}
         return stream, stats
+
+
+def with_embed_norm(cfg: ModelConfig, ctx: Context) -> Context:
+    """Hands the norm of the embedding to the blocks, where the topology's first block applies it. Called within a module."""
+    if not (topology.TOPOLOGIES[cfg.topology].embed_norm_inside(cfg) and has_norm(cfg, 'embed')):
+        return ctx
+    return ctx._replace(embed_norm=Norm(cfg, name='norm_embed').weights(cfg.width))
 
 
 def block_rule(cfg: ModelConfig, layer: int) -> tuple[Callable, bool]:
@@ -176,7 +190,8 @@ class Stack(nn.Module):
         def param(name, shape, role, std=0.0, const=0.0):
             return make(self, name, shape, (None,) * len(shape), role, Init(std, const))
 
-        norm, c = functools.partial(apply_norm, cfg), SimpleNamespace(cfg=cfg, param=param)
+        ctx = with_embed_norm(cfg, ctx)
+        norm, c = functools.partial(norm_at, cfg), SimpleNamespace(cfg=cfg, param=param)
         stream = entry.enter(x_BTD.astype(accumulator(cfg)), norm, c)
         stream = jax.tree.map(lambda x: x.astype(cfg.residual_dtype), stream)
         lo, stats = 0, []
@@ -345,8 +360,7 @@ def draw_all(cfg: ModelConfig, key: Array) -> dict[str, Any]:
 
 
 def layer_name(name: str, layer: int | None) -> str:
-    # Reading A of SpanNorm keeps N_e in its first block; it is still the norm of the embedding.
-    return name if layer is None or name.startswith('norm_embed.') else f'layers.{layer}.{name}'
+    return name if layer is None else f'layers.{layer}.{name}'
 
 
 def unstack(cfg: ModelConfig, tree: Any) -> dict[str, Any]:

@@ -199,8 +199,8 @@ def layer_ratios(model: ModelConfig, infos: Any, grads: Any, updates: Any, param
     the weights that the update would change if they were bfloat16 (|u| > 2^-8 |w|). NaN where a layer has no such role."""
     total: dict[str, dict[str, Any]] = {what: {} for what in ('count', 'grad', 'update', 'weight', 'visible')}
     rows = zip(*(each_param(model, tree) for tree in (infos, grads, updates, params)), strict=True)
-    for (name, layers, info), (_, _, g), (_, _, u), (_, _, w) in rows:
-        if layers is None or name.startswith('norm_embed.'):
+    for (_, layers, info), (_, _, g), (_, _, u), (_, _, w) in rows:
+        if layers is None:
             continue
         sums = {what: _squares(leaf, layers) for what, leaf in (('grad', g), ('update', u), ('weight', w))}
         sums['visible'] = _squares((jnp.abs(u) > jnp.abs(w) / 256).astype(jnp.float32), layers)

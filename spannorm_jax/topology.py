@@ -7,7 +7,8 @@ A block function has the signature `(x, attn, ffn, norm, c) -> x'`:
   ffn    x -> F(x), dense or MoE; `norms='inner'` norms the hidden activation before the down projection
   norm   `norm(site, x)` applies the norm of that site, creating it on first use; a site that the config switches off is the identity
   c      constants and extras: `c.cfg`, the coefficients of `coef` as attributes, `c.add(site, skip, o)` = skip + o (with the learned
-         factors), `c.param(name, shape, role, std=..., const=..., fn=...)` for parameters of the topology's own
+         factors), `c.embedded(x)` = N_e(x) in the first block and x in all others (a condition inside the loop over blocks, where a first
+         block of its own would double the program), `c.param(name, shape, role, std=..., const=..., fn=...)` for parameters of its own
 Sums are float32, so that inside a block a large factor on the skip cannot swallow a branch in low precision.
 This file imports no jax, so that the table and the configuration can be read (and `--help` printed) at once.
 """
@@ -41,6 +42,7 @@ class Topology(NamedTuple):
     enter: Callable = lambda x, norm, c: norm('embed', x)  # embedding -> stream
     leave: Callable = lambda x, norm, c: norm('final', x)  # stream -> input of the head
     embed_norm: bool = False
+    embed_norm_inside: Callable[[Any], bool] = lambda cfg: False  # applied by the first block, as `c.embedded`, and not by `enter`
     final_norm: bool = True
     recipe: Callable[[Any], Recipe] = lambda cfg: Recipe()
     # Where completep puts its factor: branch (a sublayer's output), add (behind the norm of a branch), own (the skip has it), or why not.
@@ -71,14 +73,9 @@ def post(x, attn, ffn, norm, c):
 
 
 def span(x, attn, ffn, norm, c):
-    """y = N1(A(x) + x); x' = N2(F(y) + x): the second skip spans the block.  Source: SpanNorm, arXiv:2601.22580, eqs. 5-6."""
-    y = norm('attn_sum', attn(x) + x)
-    return norm('ffn_sum', ffn(y) + x)
-
-
-def span_first(x, attn, ffn, norm, c):
-    """First block, reading A: y = N1(A(N_e(E)) + E); x' = N2(F(y) + E): only the attention input is normed."""
-    y = norm('attn_sum', attn(norm('embed', x)) + x)
+    """y = N1(A(x) + x); x' = N2(F(y) + x): the second skip spans the block. In the first block of reading A the attention, and it
+    alone, reads N_e(E).  Source: SpanNorm, arXiv:2601.22580, eqs. 5-6."""
+    y = norm('attn_sum', attn(c.embedded(x)) + x)
     return norm('ffn_sum', ffn(y) + x)
 
 
@@ -295,7 +292,7 @@ TOPOLOGIES: dict[str, Topology] = {
     'span': Topology(
         span, 'y = N1(A(x) + x); x\' = N2(F(y) + x)', 'arXiv:2601.22580', ('spannorm', 'span_norm', 'fusenorm'),
         options=('first_skip',), embed_norm=True, final_norm=False, recipe=megatron,
-        plan=lambda cfg: first(span_first, span)(cfg) if cfg.first_skip == 'raw' else [(span, cfg.layers)],
+        embed_norm_inside=lambda cfg: cfg.first_skip == 'raw',
         enter=lambda x, norm, c: norm('embed', x) if c.cfg.first_skip == 'normed' else x),
     'b2t': Topology(
         b2t, 'y = N1(x + A x); x\' = N2(x + y + F y)', 'arXiv:2206.00330', ('b2t_connection', 'bottom_to_top'), final_norm=False,

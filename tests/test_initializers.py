@@ -113,7 +113,7 @@ def test_measured_std_of_every_tensor_and_what_it_depends_on():
     values = unstack(span, LM(span).init(jax.random.key(3)))
     for name, layers, info in each_param(span, infos(span)):
         for l in layers or [None]:
-            key = name if l is None or name.startswith('norm_embed') else f'layers.{l}.{name}'
+            key = name if l is None else f'layers.{l}.{name}'
             row = audit_row(key, info, values[key], ('read',))
             assert row.ok, row
             assert row.decays == (info.role == 'read') and row.bytes_per_device == 4 * values[key].size

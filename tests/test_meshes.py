@@ -3,7 +3,12 @@
 import functools
 import json
 import math
+import os
+import pathlib
 import re
+import socket
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -17,7 +22,7 @@ from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import is_param
 from spannorm_jax.model import LM, infos, param_roles, unstack
 from spannorm_jax.optim import make_optimizer
-from spannorm_jax.sharding import check_batch, make_mesh, param_shardings, put_batch, state_shardings
+from spannorm_jax.sharding import check_batch, local_rows, make_mesh, param_shardings, put_batch, replicated, state_shardings
 from spannorm_jax.step import TrainState, abstract_state, make_step
 from spannorm_jax.topology import TOPOLOGIES
 from spannorm_jax.train import fit
@@ -77,24 +82,28 @@ def three_steps(topology, mesh_cfg, changes=()):
     lm, tree, mesh = LM(cfg.model), infos(cfg.model), make_mesh(mesh_cfg)
     check_batch(cfg, mesh)
     opt, (places, whole) = make_optimizer(cfg, tree), places_of(cfg, mesh)
-    feed, rows, gradient = FakeCorpus().train_batches(8, cfg.data.seq, 0), [], None
+    feed = FakeCorpus().train_batches(8, cfg.data.seq, 0, mine=local_rows(mesh, 8))
+    batches, rows, gradient = [put_batch(next(feed), mesh, 8) for _ in range(3)], [], None
     with jax.set_mesh(mesh), jax.default_matmul_precision('highest'):
         state = state_of(cfg, places)
-        step = jax.jit(make_step(cfg, lm, opt, tree), out_shardings=(places, whole)).lower(state, put_batch(next(feed), mesh)).compile()
-        feed = FakeCorpus().train_batches(8, cfg.data.seq, 0)
-        for _ in range(3):
-            state, metrics = step(state, put_batch(next(feed), mesh))
+        step = jax.jit(make_step(cfg, lm, opt, tree), out_shardings=(places, whole)).lower(state, batches[0]).compile()
+        gather = jax.jit(lambda tree: tree, out_shardings=replicated(mesh)) if jax.process_count() > 1 else lambda tree: tree
+        for batch in batches:
+            state, metrics = step(state, batch)
             rows.append([float(metrics[k]) for k in ('loss', 'aux_loss', 'grad_norm', 'update_norm')])
-            gradient = gradient or unstack(cfg.model, state.opt_state[1].inner_states['adam'].inner_state.mu)
-    return rows, gradient, state, cfg, step
+            gradient = gradient or unstack(cfg.model, gather(state.opt_state[1].inner_states['adam'].inner_state.mu))
+    return rows, gradient, unstack(cfg.model, gather(state.params)), step
 
 
 def agree(topology, mesh_cfg, changes=()):
-    rows, gradient, state, cfg, _ = three_steps(topology, mesh_cfg, changes)
-    want_rows, want_gradient, want_state, *_ = three_steps(topology, ONE, changes)
+    same(topology, *three_steps(topology, mesh_cfg, changes)[:3], changes)
+
+
+def same(topology, rows, gradient, params, changes=()):
+    """Loss, gradient and weights of three steps against those of one device."""
+    want_rows, want_gradient, want, _ = three_steps(topology, ONE, changes)
     np.testing.assert_allclose(rows, want_rows, rtol=1e-5)
     length = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in want_gradient.values()))
-    params, want = unstack(cfg.model, state.params), unstack(cfg.model, want_state.params)
     for name, g in want_gradient.items():
         assert np.linalg.norm(gradient[name] - g) <= 1e-5 * length, f'gradient of {name}'
         np.testing.assert_allclose(params[name], want[name], rtol=0, atol=1e-5 * max(1, np.linalg.norm(want[name])), err_msg=name)
@@ -115,6 +124,36 @@ def test_a_mesh_changes_no_number(topology, mesh):
 )
 def test_nor_with_grouped_queries_and_packed_rows(mesh):
     agree('span', MESHES[mesh], tuple(DENSE.items()))
+
+
+@pytest.mark.parametrize('topologies', [('pre', 'span'), pytest.param(tuple(TOPOLOGIES), marks=pytest.mark.full)], ids=['some', 'all'])
+def test_nor_do_two_processes(topologies, tmp_path):
+    """Two of four devices each, which talk over gloo."""
+    with socket.create_server(('localhost', 0)) as free:
+        port = free.getsockname()[1]
+    env = os.environ | {'PYTHONPATH': os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])}
+    command = [sys.executable, '-c', 'import test_meshes, sys; test_meshes.process(*sys.argv[1:])', str(tmp_path), f'localhost:{port}']
+    pair = [subprocess.Popen([*command, str(i), *topologies], env=env, stderr=subprocess.PIPE, text=True) for i in range(2)]
+    said = [p.communicate()[1] for p in pair]
+    assert [p.returncode for p in pair] == [0, 0], '\n'.join(said)[-5000:]
+    for topology in topologies:
+        found = np.load(tmp_path / f'{topology}.npz')
+        tree = {kind: {k.partition('/')[2]: v for k, v in found.items() if k.startswith(kind)} for kind in ('gradient/', 'params/')}
+        same(topology, found['rows'], *tree.values())
+
+
+def process(folder, at, number, *topologies):
+    """What one of the two does."""
+    import conftest  # the same settings  # noqa: F401
+
+    jax.config.update('jax_num_cpu_devices', 4)
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(at, 2, int(number))
+    for topology in topologies:
+        rows, gradient, params, _ = three_steps(topology, MESHES['2x2x2 fsdp expert tensor'])
+        named = {f'{kind}/{k}': v for kind, tree in (('gradient', gradient), ('params', params)) for k, v in tree.items()}
+        if number == '0':
+            np.savez(pathlib.Path(folder) / f'{topology}.npz', rows=rows, **named)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +252,8 @@ def shapes_of(text, kind):
 
 def test_experts_and_tokens_are_not_gathered():
     """With one expert per device tokens travel by all-to-all: no gather brings all experts' weights, or all tokens' vectors, anywhere."""
-    *_, cfg, step = three_steps('span', MESHES['8 expert'])
-    text, D, F, tokens = step.as_text(), cfg.model.width, cfg.model.expert_ffn, 8 * cfg.data.seq
+    *_, step = three_steps('span', MESHES['8 expert'])
+    text, D, F, tokens = step.as_text(), CFG.model.width, CFG.model.expert_ffn, 8 * CFG.data.seq
     travelling = shapes_of(text, 'all-to-all')
     assert any(dims[-1] == D and math.prod(dims) >= tokens * D // 8 for dims in travelling), travelling
     for dims in shapes_of(text, 'all-gather'):

@@ -69,6 +69,8 @@ def test_blocks_one_by_one_are_the_scan(name):
 
     stream = TOPOLOGIES[name].enter(X, norm, SimpleNamespace(cfg=cfg))
     assert len(layers) == 3
+    if TOPOLOGIES[name].embed_norm_inside(cfg):
+        layers[0] |= {'norm_embed': outside['norm_embed']}
     for l, params in enumerate(layers):
         stream, _ = jax.jit(Block(cfg, layer=l).apply)({'params': params}, stream)
         want = jax.tree.map(lambda x, l=l: x[l], extras['hidden'])

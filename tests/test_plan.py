@@ -88,6 +88,34 @@ def test_collectives_of_known_programs():
     assert looped[0].sent_bytes == 5 * 2 * 256 * 3 / 4
 
 
+STEPS = """
+HloModule jit_step
+
+%step.1 (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %all-gather.1 = f32[16]{0} all-gather(%p), channel_id=7, replica_groups={{0,1}}, dimensions={0}
+}
+
+%step.2 (q: f32[8]) -> f32[16] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %all-gather.2 = f32[16]{0} all-gather(%q), channel_id=7, replica_groups={{0,1}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %there = f32[8]{0} all-to-all(%x), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+  %begun = f32[16]{0} fusion(%there), kind=kOutput, calls=%step.1
+  %ended = f32[16]{0} fusion(%there), kind=kOutput, calls=%step.2
+  ROOT %back = f32[8]{0} all-to-all(%there), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+}
+"""
+
+
+def test_one_cut_into_steps_counts_once_and_two_on_one_channel_twice():
+    """A TPU fuses the steps of a gather with what runs beside them; shard_map gives all its exchanges one channel."""
+    assert sorted((c.kind, c.runs) for c in hlo.collectives(STEPS, 2)) == [('all-gather', 1), ('all-to-all', 1), ('all-to-all', 1)]
+
+
 def test_what_crosses_islands():
     four_of_eight = hlo.Collective('all-reduce', 80, 3, tuple(range(8)))
     assert four_of_eight.sent_bytes == 3 * 2 * 80 * 7 / 8
