@@ -87,12 +87,14 @@ def over_layers(ax: Axes, rows: Sequence[Row], key: str, label: str, c: str, sty
         ax.plot(np.arange(1, len(mean_L) + 1), mean_L, color=c, ls=style, lw=1.5, label=label)
 
 
-def heat(ax: Axes, matrix: Any, x: Sequence[Any], y: Sequence[Any], label: str, cmap: str = 'viridis', **limits: float) -> None:
+def heat(
+    ax: Axes, matrix: Any, x: Sequence[Any], y: Sequence[Any], label: str, vmin: float | None = None, vmax: float | None = None
+) -> None:
     """matrix (len(y), len(x)) with its own scale; cells without a number stay grey."""
     ax.set_facecolor('#d5d9dd')
     if not x or not y:  # a run that stopped before it had anything to show
         return
-    image = ax.imshow(np.ma.masked_invalid(np.asarray(matrix, float)), aspect='auto', origin='lower', cmap=cmap, **limits)
+    image = ax.imshow(np.ma.masked_invalid(np.asarray(matrix, float)), aspect='auto', origin='lower', vmin=vmin, vmax=vmax)
     for axis, names in ((ax.xaxis, x), (ax.yaxis, y)):
         every = -(-len(names) // 10)
         axis.set_ticks(range(0, len(names), every), [str(n) for n in names[::every]], fontsize=7)
