@@ -4,7 +4,8 @@ Axes: B batch, T query positions, S key positions, D width, N query heads, K kv 
 h half of it, F FFN hidden units, V vocabulary. Params float32; matrix products in cfg.dtype; statistics and softmax in float32 or wider.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -110,6 +111,21 @@ def standardize(x: Array, kind: str, eps: float, split: str | None = None) -> Ar
     return x * jax.lax.rsqrt(mean(jnp.square(x)) + eps)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def wide_product(x: Float[Array, '... F'], w: Float[Array, 'F D'], wide: Any) -> Float[Array, '... D']:
+    """x w in `wide`, for sums in the residual stream and for logits. The products of its gradient are in the dtype of x and w, as
+    everywhere else: of a wide one they would be several times slower, and the weight's the largest array of a step."""
+    return jnp.einsum('...F,FD->...D', x, w, preferred_element_type=wide)
+
+
+@wide_product.defjvp
+def _narrow_gradient(wide, operands, tangents):
+    (x, w), (dx, dw) = operands, tangents
+    # Transposed, the casts come before the products.
+    parts = (jnp.einsum('...F,FD->...D', *pair).astype(wide) for pair in ((dx, w), (x, dw)))
+    return wide_product(x, w, wide), sum(parts)
+
+
 def as_matrix(w: Array, axes: tuple[str, ...]) -> Array:
     """A weight with heads, (D, N, H) or (N, H, D), as the matrix of its product, split over the mesh as the weight is.
 
@@ -156,7 +172,7 @@ class Attention(nn.Module):
         axes = 'heads', 'head_dim', 'width'
         w_NJD = make(self, 'o', (N, J, D), axes, 'write', matrix_init(cfg, 'o', N * J, D), N * J)
         o_BTF, w_FD = o_BTNJ.astype(dtype).reshape(*o_BTNJ.shape[:2], N * J), as_matrix(w_NJD.astype(dtype), axes)
-        out_BTD = jnp.einsum('BTF,FD->BTD', o_BTF, w_FD, preferred_element_type=accumulator(cfg))
+        out_BTD = wide_product(o_BTF, w_FD, accumulator(cfg))
         if cfg.attn_bias:
             out_BTD += make(self, 'o_bias', (D,), ('width',), 'bias', Init())
         return out_BTD, found
@@ -206,7 +222,7 @@ class Mlp(nn.Module):
         h_BTF = self.hidden(x_BTD.astype(dtype), norms)
         F = h_BTF.shape[-1]
         w_FD = make(self, 'down', (F, D), ('ffn', 'width'), 'write', matrix_init(cfg, 'down', F, D), F)
-        out_BTD = jnp.einsum('BTF,FD->BTD', h_BTF.astype(dtype), w_FD.astype(dtype), preferred_element_type=accumulator(cfg))
+        out_BTD = wide_product(h_BTF.astype(dtype), w_FD.astype(dtype), accumulator(cfg))
         return out_BTD + make(self, 'down_bias', (D,), ('width',), 'bias', Init()) if cfg.mlp_bias else out_BTD
 
     def hidden(self, x_BTD: Float[Array, 'B T D'], norms: str) -> Float[Array, 'B T F']:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from spannorm_jax import parametrization, topology
 from spannorm_jax.embedding import look_up
 from spannorm_jax.initializers import Init, Param, draw, is_param, make, matrix_init
-from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, apply_norm, context, dropout
+from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, apply_norm, context, dropout, wide_product
 from spannorm_jax.mla import LatentAttention
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.moe import Moe
@@ -253,30 +253,10 @@ class Transformer(nn.Module):
         return head_logits(cfg, x_BTD, w_DV) if head else x_BTD, extras
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def narrow_back(x: Float[Array, '... D'], w: Float[Array, 'D V'], wide: Any) -> Float[Array, '... V']:
-    """x w in `wide`. Backward, the products are in the dtype of x and w, as everywhere else; a wide gradient of w, of the whole
-    vocabulary on every device, would be the largest array of a step."""
-    return jnp.einsum('...D,DV->...V', x, w, preferred_element_type=wide)
-
-
-def _forward(x, w, wide):
-    return narrow_back(x, w, wide), (x, w)
-
-
-def _backward(wide, operands, g):
-    x, w = operands
-    g = g.astype(x.dtype)
-    return jnp.einsum('...V,DV->...D', g, w), jnp.einsum('...D,...V->DV', x, g)
-
-
-narrow_back.defvjp(_forward, _backward)
-
-
 def head_logits(cfg: ModelConfig, x_BTD: Float[Array, '... D'], w_DV: Float[Array, 'D V']) -> Float[Array, '... V']:
     """cap(scale * x W): logits in float32 (or wider)."""
     dtype = jnp.dtype(cfg.dtype)
-    logits: Any = narrow_back(x_BTD.astype(dtype), w_DV.astype(dtype), accumulator(cfg))
+    logits: Any = wide_product(x_BTD.astype(dtype), w_DV.astype(dtype), accumulator(cfg))
     logits *= parametrization.logit_scale(cfg)
     return logits if cfg.logit_soft_cap is None else cfg.logit_soft_cap * jnp.tanh(logits / cfg.logit_soft_cap)
 
