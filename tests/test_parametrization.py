@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fakes import TINY
 
-from spannorm_jax import LM, Block, ModelConfig, parametrization
+from spannorm_jax import LM, Block, ModelConfig, coordinate_check, parametrization
 from spannorm_jax.config import Config, edit
 from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import Init, Param
@@ -41,8 +41,8 @@ def test_the_base_model_is_the_standard_one(name):
 @pytest.mark.parametrize('name', ['pre', 'span', 'hybrid', 'deepnorm'])
 def test_initial_std_over_width(name, fields):
     """Four times the width: matrices of the blocks at half the std of the base, embedding and head at the same, the router at a quarter."""
-    base = stds(ModelConfig(topology=name, experts=2, **SMALL, **fields))
-    wide = stds(ModelConfig(topology=name, experts=2, **SMALL | dict(width=64, ffn=96), **fields, **MUP))
+    base = stds(ModelConfig(topology=name, experts=2, expert_ffn=8, **SMALL, **fields))
+    wide = stds(ModelConfig(topology=name, experts=2, expert_ffn=32, **SMALL | dict(width=64, ffn=96), **fields, **MUP))
     for key, std in base.items():
         factor = {'embed': 1, 'head': 1, 'router': 1 / 4}.get(key, 1 / 2)
         assert wide[key] == pytest.approx(factor * std), key
@@ -138,6 +138,39 @@ def test_branches_over_depth(name):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     plain, _ = jax.jit(Block(standard, layer=5).apply)({'params': params}, x)
     assert np.allclose(got, plain, atol=1e-4) == (where == 'own')
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize('topology', ['span', pytest.param('pre', marks=FULL), pytest.param('peri', marks=FULL)])
+def test_coordinates_over_width(topology):
+    """Four times the width: under mup the stream moves as far in two steps, under standard about twice as far."""
+    slopes = check(topology, 'width', (32, 128), MUP | dict(base_width=32))
+    for place in ('quarter', 'middle', 'last block', 'features'):
+        assert abs(slopes['mup'][place]) < 0.2 and slopes['standard'][place] > 0.4, (place, slopes)
+    # W_0 dx / n has a random part that falls as n^-1/2 toward what stays
+    assert abs(slopes['mup']['logits']) < 0.45 < slopes['standard']['logits']
+
+
+@pytest.mark.parametrize('topology', ['pre', pytest.param('span', marks=FULL), pytest.param('hybrid', marks=FULL)])
+def test_coordinates_over_depth(topology):
+    """Four times the depth, the same with completep."""
+    slopes = check(topology, 'layers', (4, 16), COMPLETE | dict(base_width=32, base_layers=4))
+    for place in ('middle', 'last block', 'features', 'logits'):
+        assert abs(slopes['completep'][place]) < 0.2 < slopes['standard'][place] - 0.1, (place, slopes)
+
+
+def check(topology, axis, sizes, kind):
+    small = {'model.vocab': 61, 'model.width': 32, 'model.heads': 4, 'model.layers': 4, 'model.topology': topology, 'optim.lr_peak': 3e-3}
+    cfg = edit(Config(), small)
+    carried = edit(cfg, {f'model.{k}': v for k, v in kind.items()})
+    slopes = {c.model.parametrization: coordinate_check(c, axis, sizes, steps=2, shape=(2, 16)) for c in (cfg, carried)}
+    first, second = slopes.values()
+    assert first.sizes == sizes and first.change['logits'].shape == (2, 1, 2) and first.worst == max(map(abs, first.slope.values()))
+    for place in first.change:  # the first size is the base: the same model, the same rates
+        np.testing.assert_allclose(first.change[place][0], second.change[place][0], rtol=1e-3)
+    return {name: found.slope for name, found in slopes.items()}
 
 
 @pytest.mark.parametrize(

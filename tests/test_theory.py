@@ -250,7 +250,7 @@ def test_estimates_and_rules():
     assert (e.low, e.mean, e.high) == pytest.approx((low, x.mean(), high)) and e.to_json()['high'] == e.high
     assert [within(Estimate(0, 1), *r) for r in ((-1, 1), (0.5, 2), (1.5, 2))] == [HOLDS, OPEN, FAILS]
     assert agrees([1.0, 1.01], [1.1, 1.11]) == HOLDS and agrees([2.0, 2.01], [1.0, 1.01]) == FAILS
-    assert agrees([0.5, 2.0], [1.0, 1.0]) == OPEN and agrees([0.0, 0.01], [0.05, 0.05]) == HOLDS
+    assert agrees([0.5, 2.0], [1.0, 1.0]) == OPEN and agrees([0.0, 0.001], [0.05, 0.05]) == HOLDS
     t = np.arange(6.0)
     assert slope(t, np.stack([3 * t + 1, t * t])) == pytest.approx([3, np.polyfit(t, t * t, 1)[0]])
     assert r_squared(2 * t + 5, 2 * t) == pytest.approx(1) and r_squared(-2 * t, 2 * t) == pytest.approx(-3)

@@ -39,6 +39,8 @@ class Run(NamedTuple):
 def runs(cfg: ModelConfig, params: Any, shape_BT: tuple[int, int]) -> Iterator[Run]:
     """The blocks from bottom to top."""
     ctx, lo = context(cfg, jnp.broadcast_to(jnp.arange(shape_BT[1]), shape_BT)), 0
+    if topology.TOPOLOGIES[cfg.topology].embed_norm_inside(cfg) and has_norm(cfg, 'embed'):
+        ctx = ctx._replace(embed_norm=Norm(cfg).apply({'params': params['stack']['norm_embed']}, cfg.width, method='weights'))
     for i, (rule, moe, n) in enumerate(topology.runs(cfg)):
         yield Run(Block(cfg, rule, moe), params['stack'][f'blocks_{i}'], coefficients(cfg, range(lo, lo + n)), ctx)
         lo += n

@@ -1,5 +1,6 @@
 """T5, T6 and T8 at initialisation: the identity path, the size of the branches, and the first block."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def t5(cells: dict[Cell, Measured]) -> Tables:
                 'median_over_largest': estimate(np.median(s, -1)),
                 'least_over_largest': estimate(s[:, -1]),
                 'effective_rank': estimate(np.square(power.sum(-1)) / np.square(power).sum(-1) / s.shape[-1]),
-                'identity_like': within(share, 0.5, 1.0),
+                'identity_like': within(share, 0.5, math.inf),
                 'spectrum': s.mean(0).tolist(),
             }
         )

@@ -14,11 +14,18 @@ from spannorm_jax.theory.cells import Cell, Tables, depths_of, log_depths
 from spannorm_jax.theory.verdicts import FAILS, HOLDS, estimate, slope, within
 
 
+def smallest(x_BTD: jax.Array) -> jax.Array:
+    """The token with the least rms, (D,)."""
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    return x_ND[jnp.square(x_ND).sum(-1).argmin()]
+
+
 def norms_of_blocks(cfg: ModelConfig, params: Any, tokens_BT: jax.Array) -> dict[str, jax.Array]:
     """Spectral norms (L,) of the Jacobians of each block and of its parts, where they are evaluated in the forward pass.
 
-    block |dx_{l+1}/dx_l|; attn |dA/dx|; ffn |dF/dy|; norm, that of N_ffn at Z times the least rms of Z over tokens; product |W2 W1| with W1
-    the up projection; least/A, least/Z and ln_sigma as in `anatomy.observe`. Of one row, over all positions together.
+    block |dx_{l+1}/dx_l|, attn |dA/dx|, ffn |dF/dy|: over all positions of a row together, from below by power iteration, by which they
+    may be a few per cent too small; norm, that of N_ffn at the token of Z with the least rms, times that rms; product |W2 W1|, W1 the up
+    projection; least and sigma as in `anatomy.observe`.
     """
     x_BTD, make_stream = anatomy.enter(cfg, params, tokens_BT)
     stream, found = make_stream(x_BTD), []
@@ -33,7 +40,7 @@ def norms_of_blocks(cfg: ModelConfig, params: Any, tokens_BT: jax.Array) -> dict
             'block': (lambda x: run.apply(p, x, coef), x),
             'attn': (lambda x: Attention(cfg).apply({'params': p['attn']}, x, run.ctx)[0], into['attn']),
             'ffn': (lambda y: Mlp(cfg).apply({'params': p['ffn']}, y), into['ffn']),
-            'norm': (lambda z: Norm(cfg).apply({'params': p['norm_ffn_sum']}, z), total['ffn'][0]),
+            'norm': (lambda z: Norm(cfg).apply({'params': p['norm_ffn_sum']}, z), smallest(total['ffn'][0])),
         }
         norms = {name: anatomy.spectral_norm(f, at, key) for name, (f, at) in parts.items()}
         for name, (z, _) in total.items():
@@ -76,7 +83,7 @@ def t11(cells: dict[Cell, dict[str, np.ndarray]]) -> Tables:
             for name, site in (('A', 'attn'), ('Z', 'ffn')):
                 excess = m[f'sigma_{site}'] - 1
                 spread = excess.std(1) / np.abs(excess.mean(1))
-                row(f'sigma_{name} the same in every block: variation of sigma - 1', spread, within(estimate(spread), 0, 0.1))
+                row(f'sigma_{name} the same in every block: variation of sigma - 1', spread, within(estimate(spread), -math.inf, 0.1))
             row('norm Jacobian = 1/sigma: ratio', m['norm'].mean(1), within(estimate(m['norm'].mean(1)), 0.99, 1.01))
             ffn = (m['ffn'] / m['product']).mean(1)
             row('FFN Jacobian = |W2 W1|: ratio', ffn, within(estimate(ffn), 0.9, 1.1))
