@@ -22,10 +22,10 @@ PAGE = ROOT / 'docs' / 'diagnostics.md'
 
 
 def listed() -> str:
-    """One paragraph and one figure for every diagnostic."""
+    """One paragraph for every diagnostic, and its figure where it has been drawn."""
     return '\n'.join(
-        f'### {entry.title}\n\n`{name}`, {entry.source}. {entry.means}\n\n*Normal:* {entry.normal}\n\n*Cannot tell:* {entry.cannot}\n\n'
-        f'![{entry.title}](diagnostics/{name}.png)\n'
+        f'### {entry.title}\n\n`{name}`, {entry.source}. {entry.means}\n\n*Normal:* {entry.normal}\n\n*Cannot tell:* {entry.cannot}\n'
+        + (f'\n![{entry.title}](diagnostics/{name}.png)\n' if (PAGE.parent / 'diagnostics' / f'{name}.png').is_file() else '')
         for name, entry in DIAGNOSTICS.items()
     )
 

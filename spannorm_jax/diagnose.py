@@ -12,7 +12,7 @@ import numpy as np
 from spannorm_jax import gallery, page, sharding
 from spannorm_jax.checkpoint import Checkpoints, disk_errors
 from spannorm_jax.compare import labels
-from spannorm_jax.config import Config, MeshConfig, edit, to_dict
+from spannorm_jax.config import HOW_NOT_WHAT, Config, MeshConfig, edit, to_dict
 from spannorm_jax.data import check_vocab, open_data
 from spannorm_jax.diagnostics import DIAGNOSTICS, Probe
 from spannorm_jax.errors import MissingInput, UserError, nearest
@@ -108,8 +108,10 @@ def begun(target: str, cfg: Config) -> Path | None:
 
 
 def grouped(configs: Sequence[Config]) -> list[tuple[int, str]]:
-    """For every configuration the number and label of its group: those that differ in nothing but their seed and name are one."""
-    bare = [edit(cfg, {'name': 'run', 'run.seed': 0, 'run.dir': None}) for cfg in configs]
+    """For every configuration the number and label of its group: those that compute the same but for their seed are one."""
+    usual = Config()
+    same = {f'{section}.{name}': getattr(getattr(usual, section), name) for section, names in HOW_NOT_WHAT.items() for name in names}
+    bare = [edit(cfg, same | {'name': 'run', 'run.seed': 0}) for cfg in configs]
     kinds = list(dict.fromkeys(bare))
     said, own = labels(kinds), [configs[bare.index(kind)].name for kind in kinds]
     if len(kinds) == 1 or (max(map(len, said)) > LONGEST and len(set(own)) == len(own)):

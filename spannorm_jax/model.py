@@ -126,9 +126,14 @@ class Block(nn.Module):
         return stream, stats
 
 
+def embed_norm_inside(cfg: ModelConfig) -> bool:
+    """Whether the first block applies the norm of the embedding, and not what comes before it."""
+    return topology.TOPOLOGIES[cfg.topology].embed_norm_inside(cfg) and has_norm(cfg, 'embed')
+
+
 def with_embed_norm(cfg: ModelConfig, ctx: Context) -> Context:
     """Hands the norm of the embedding to the blocks, where the topology's first block applies it. Called within a module."""
-    if not (topology.TOPOLOGIES[cfg.topology].embed_norm_inside(cfg) and has_norm(cfg, 'embed')):
+    if not embed_norm_inside(cfg):
         return ctx
     return ctx._replace(embed_norm=Norm(cfg, name='norm_embed').weights(cfg.width))
 

@@ -114,7 +114,7 @@ def test_outputs_of_a_foreign_model():
 # ------------------------------------------------------------------------- removal
 
 
-@pytest.mark.parametrize('name', ['pre', 'span', 'mixln'])
+@pytest.mark.parametrize('name', ['span', 'mixln', pytest.param('pre', marks=pytest.mark.full)])
 def test_removal_against_models_without_the_block(name):
     """Silenced: with zeros for its output matrices. Skipped: for PreNorm a model with one block less. Swapped: with exchanged weights."""
     cfg = tiny(name, layers=4)
@@ -133,7 +133,7 @@ def test_removal_against_models_without_the_block(name):
             }
             np.testing.assert_allclose(found['skipped'][l], mean_loss(tiny('pre'), less) - whole, atol=2e-5)
             np.testing.assert_allclose(found['skipped'], found['silenced'], atol=2e-5)
-    kinds = {'pre': [0, 0, 0, 0], 'span': [0, 1, 1, 1], 'mixln': [0, 1, 1, 1]}[name]
+    kinds = {'pre': [0, 0, 0, 0], 'span': [0, 0, 0, 0], 'mixln': [0, 1, 1, 1]}[name]
     for l in range(3):
         if kinds[l] != kinds[l + 1]:
             assert np.isnan(swapped[l])
@@ -228,7 +228,7 @@ def test_jacobians_of_blocks_against_whole_matrices(name, fields):
         tree = {}
         for k, v in own.items():
             *path, leaf = k.split('.')
-            functools.reduce(lambda t, p: t.setdefault(p, {}), path, tree)[leaf] = v
+            functools.reduce(lambda t, p: t.setdefault(p, {}), path, tree)[leaf] = jnp.asarray(v)
         state = anatomy.record(cfg, params, batch)['states'][1]
         J = jax.jacrev(lambda z: Block(cfg, layer=1).apply({'params': tree}, z)[0])(state).reshape(n, n)
         np.testing.assert_allclose(J, J_L[1], atol=1e-4)

@@ -3,6 +3,7 @@
 Axes: L layers, B rows, T positions, D width, N tokens. A stream is what the topology carries: (B, T, D), a pair, or (B, T, n, D).
 """
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float
 from spannorm_jax import topology
 from spannorm_jax.embedding import look_up
 from spannorm_jax.layers import Context, Norm, accumulator, context
-from spannorm_jax.model import LM, Block, coefficients, has_norm, join, state
+from spannorm_jax.model import LM, Block, coefficients, embed_norm_inside, has_norm, join, state
 from spannorm_jax.model_config import ModelConfig
 
 Params = dict[str, Any]
@@ -30,6 +31,13 @@ class Gates(NamedTuple):
     branch_L: Array
 
 
+def differentiable(cfg: ModelConfig) -> ModelConfig:
+    """The same model, for derivatives of any order and mode: without the dispatch to experts and the attention kernels, whose gradients are
+    written by hand, and with a stream that is not rounded between blocks, so that products with its Jacobian are not either."""
+    dense: dict[str, Any] = {'expert_exchange': 'dense'} if cfg.experts else {}
+    return dataclasses.replace(cfg, residual_dtype=str(accumulator(cfg)), attn_kernel='xla', **dense)
+
+
 def everything(cfg: ModelConfig) -> Gates:
     return Gates(jnp.ones(cfg.layers), jnp.ones(cfg.layers))
 
@@ -37,7 +45,10 @@ def everything(cfg: ModelConfig) -> Gates:
 def embed(cfg: ModelConfig, params: Params, batch: Batch) -> tuple[Float[Array, 'B T D'], Context]:
     """Embedded tokens, and what every block sees besides them."""
     x_BTD = look_up(params['embed'], batch['tokens'], cfg.residual_dtype) * cfg.embed_scale
-    return x_BTD.astype(accumulator(cfg)), context(cfg, batch['positions'], batch['segments'])
+    ctx = context(cfg, batch['positions'], batch['segments'])
+    if embed_norm_inside(cfg):
+        ctx = ctx._replace(embed_norm=Norm(cfg).apply({'params': params['stack']['norm_embed']}, cfg.width, method='weights'))
+    return x_BTD.astype(accumulator(cfg)), ctx
 
 
 def enter(cfg: ModelConfig, params: Params, x_BTD: Float[Array, 'B T D']) -> Any:

@@ -48,7 +48,8 @@ def hessian_spectrum(
     slope = jax.grad(lambda v: loss(unflat(v)))
 
     def product(v):
-        return scale * jax.grad(lambda at: slope(at) @ (scale * v))(flat)  # reverse twice: experts have no forward mode
+        # Reverse twice: a product with its own rule, as the head's, has no forward mode.
+        return scale * jax.grad(lambda at: slope(at) @ (scale * v))(flat)
 
     return lanczos(product, jax.random.normal(key, flat.shape), steps)
 

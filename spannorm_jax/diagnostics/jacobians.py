@@ -3,7 +3,6 @@
 `f` maps an array, or a tree of arrays, to another; J is its Jacobian at x, as a matrix from all numbers of x to all numbers of f(x).
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,8 +11,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
-from spannorm_jax.diagnostics.anatomy import Batch, Params, embed, enter, features, through
-from spannorm_jax.layers import accumulator
+from spannorm_jax.diagnostics.anatomy import Batch, Params, differentiable, embed, enter, features, through
 from spannorm_jax.model_config import ModelConfig
 
 
@@ -27,10 +25,9 @@ class Products(NamedTuple):
 
 def products(f: Callable, x: Any) -> Products:
     flat_x, unflat = ravel_pytree(x)
-    out, pull = jax.vjp(lambda v: ravel_pytree(f(unflat(v)))[0], flat_x)
-    # J v as the gradient of J'u in u: the dispatch to experts has a gradient of its own, which forward mode refuses.
-    _, push = jax.vjp(lambda u: pull(u)[0], jnp.zeros_like(out))
-    return Products(lambda v: push(v)[0], lambda u: pull(u)[0], flat_x.size)
+    _, push = jax.linearize(lambda v: ravel_pytree(f(unflat(v)))[0], flat_x)
+    pull = jax.linear_transpose(push, flat_x)
+    return Products(push, lambda u: pull(u)[0], flat_x.size)
 
 
 def spectral_norm(f: Callable, x: Any, key: Array, steps: int = 20) -> Float[Array, '']:
@@ -84,7 +81,7 @@ def _singular(J: Products, key: Array, k: int, rounds: int = 3) -> Array:
 def token_jacobian(f: Callable, x_BTD: Float[Array, 'B T D'], position: int) -> Float[Array, 'D D']:
     """d f(x)[0, position] / d x[0, position], exactly: output channels by input channels of one token."""
     at = lambda v: f(x_BTD.at[0, position].set(v))[0, position]  # noqa: E731
-    return jax.jacrev(at)(x_BTD[0, position])
+    return jax.jacfwd(at)(x_BTD[0, position])
 
 
 def norm_jacobian(x_D: Float[Array, ' D'], kind: str = 'rmsnorm') -> Float[Array, 'D D']:
@@ -99,7 +96,7 @@ def norm_jacobian(x_D: Float[Array, ' D'], kind: str = 'rmsnorm') -> Float[Array
 
 def block_jacobians(cfg: ModelConfig, params: Params, batch: Batch, key: Array, steps: int = 10) -> dict[str, Array]:
     """Of every block, at the stream that reaches it: spectral norm, Frobenius norm over sqrt n, distance to the identity, each (L,)."""
-    cfg = _wide(cfg)
+    cfg = differentiable(cfg)
     x_BTD, ctx = embed(cfg, params, batch)
 
     def look(block, stream):
@@ -113,15 +110,10 @@ def block_jacobians(cfg: ModelConfig, params: Params, batch: Batch, key: Array, 
 def end_to_end(cfg: ModelConfig, params: Params, batch: Batch, key: Array, k: int = 16) -> dict[str, Array]:
     """Of the map from embedded tokens to what the head reads: the k largest singular values of all tokens together, Frobenius norm over
     sqrt n, distance to the identity, and the whole spectrum (D,) of the last token's output over its own input."""
-    cfg = _wide(cfg)
+    cfg = differentiable(cfg)
     x_BTD, ctx = embed(cfg, params, batch)
     f = lambda x: features(cfg, params, x, ctx)  # noqa: E731
     J = products(f, x_BTD)
     frobenius, away = _random(J, key)
     last = jnp.linalg.svd(token_jacobian(f, x_BTD, x_BTD.shape[1] - 1), compute_uv=False)
     return {'singular': _singular(J, key, k), 'frobenius': frobenius, 'from_identity': away, 'last_token': last}
-
-
-def _wide(cfg: ModelConfig) -> ModelConfig:
-    """With a stream that is not rounded between blocks: a derivative does not see the rounding, but its products would be rounded too."""
-    return dataclasses.replace(cfg, residual_dtype=str(accumulator(cfg)))

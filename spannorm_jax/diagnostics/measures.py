@@ -124,6 +124,7 @@ def sharpness(probe: Probe) -> Measured:
     few = {k: v[:2] for k, v in probe.batch.items()}
 
     def spectrum(cfg, params, batch, key, preconditioner):
+        cfg = anatomy.differentiable(cfg)
         loss = lambda p: anatomy.mean_over(batch, anatomy.loss(cfg, p, batch))  # noqa: E731
         return curvature.hessian_spectrum(loss, params, key, preconditioner=preconditioner)
 

@@ -47,7 +47,7 @@ def in_groups(cfg: ModelConfig, params: Params, batch: Batch, first_K: Array) ->
 def swaps(cfg: ModelConfig, params: Params, batch: Batch) -> Float[Array, ' L-1']:
     """Loss with the weights of blocks l and l + 1 in each other's place - loss; constants of the topology stay where they are.
 
-    NaN where the two are of different kinds (the first block of some topologies, a dense block beside one of experts).
+    NaN where the two are of different kinds (where PostNorm blocks meet PreNorm ones, a dense block beside one of experts).
     """
     kinds = [i for i, (*_, n) in enumerate(topology.runs(cfg)) for _ in range(n)]
     orders = np.tile(np.arange(cfg.layers), (cfg.layers, 1))  # row 0 is as it was

@@ -48,6 +48,7 @@ def coordinate_check(configs: Mapping[int, Config], batches: Iterable[Any], prob
     Source: arXiv:2203.03466, section D.1 (width); arXiv:2505.01618 (depth).
     """
     batches, found = list(itertools.islice(batches, steps)), {}
+    probe = jax.tree.map(jnp.asarray, probe)
     for size, cfg in configs.items():
         lm, tree = LM(cfg.model), infos(cfg.model)
         optimizer = make_optimizer(cfg, tree)
