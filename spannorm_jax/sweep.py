@@ -120,6 +120,7 @@ def side_by_side(exp: Experiment, todo: dict[Path, Config], jobs: int, pin: bool
                     os.sched_setaffinity(live[-1].process.pid, {live[-1].core})  # threads that it starts later inherit it
             for job in [job for job in live if job.process.poll() is not None]:
                 live.remove(job)
+                stop([job])
                 free.append(job.core)
                 done += cost[job.folder]
                 if not exp.done(job.cfg) and not (signals.seen and job.process.returncode in (INTERRUPTED, -signal.SIGTERM)):
@@ -146,11 +147,11 @@ def start(exp: Experiment, folder: Path, cpu: bool) -> subprocess.Popen:
         )  # fmt: skip
 
 
-def stop(live: Iterable[Job]) -> None:
-    for job in live:
-        if job.process.stdin and not job.process.stdin.closed:
-            job.process.stdin.close()  # the worker takes it for SIGTERM, once
-    time.sleep(EVERY_SECONDS)
+def stop(jobs: Iterable[Job]) -> None:
+    """Close what the workers listen to: those that still run take it for SIGTERM."""
+    for job in jobs:
+        if job.process.stdin is not None:
+            job.process.stdin.close()
 
 
 def steps_done(path: Path) -> int:
