@@ -195,6 +195,53 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Experiment:
+    """Run what experiment ID lacks and draw its figure; without ID, list all experiments with their cost and state.
+
+    Ctrl-C saves all runs and stops; the same command goes on. Runs that experiments share are trained once.
+
+    Example: spannorm experiment fig02 --scale nano
+    """
+
+    id: Annotated[str | None, Positional, tyro.conf.arg(metavar='ID')] = None
+    """Name of a file in experiments/ (fig02, table2, T4), or path of such a file."""
+    scale: Literal['smoke', 'nano', 'gpu', 'paper'] = 'nano'
+    """smoke: seconds, to see that it works. nano: 2 CPU cores. gpu: one GPU. paper: the published size, on a pod."""
+    launcher: Literal['local', 'submitit', 'skypilot'] = 'local'
+    """local: this machine. submitit: a SLURM job array, one job per run. skypilot: writes a task file for `sky jobs launch`."""
+    submit: tuple[str, ...] = ()
+    """submitit, skypilot: KEY=VALUE for the scheduler, as in: --submit slurm_partition=gpu gpus_per_node=8 timeout_min=600"""
+    jobs: int | None = None
+    """local: runs side by side; None means one per core at smoke and nano, one at gpu and paper."""
+    root: str = 'runs'
+    """Folder of the run directories."""
+    results: str = 'results'
+    """Folder of rows and figures: <results>/<scale>/<ID>.json and .png."""
+    redraw: bool = False
+    """Run nothing; draw the figure again from the rows in `results`."""
+    configs: bool = False
+    """Run nothing; write config.json of each missing run into its folder, as for `spannorm plan` or `train`, and print the paths."""
+    json: bool = False
+    """Print the list, or the rows, as JSON."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All kept results as one HTML page: question, what was run, figure, table, verdict, cost, and how to run it again.
+
+    Example: spannorm report --out report.html
+    """
+
+    results: str = 'results'
+    """Folder of rows, as `spannorm experiment` writes them."""
+    out: str = 'report.html'
+    markdown: str | None = None
+    """Also write the page as Markdown to this file."""
+    json: bool = False
+    """Print {id, scale, status, reason, runs, minutes} of each result."""
+
+
+@dataclass(frozen=True)
 class Theory:
     """SpanNorm's theory against measurements at initialisation: gradient law, identity path, branches, first block, assumptions.
 
@@ -270,6 +317,8 @@ COMMANDS = {
     'audit': Command(Audit, commands.audit, True),
     'plan': Command(Plan, commands.plan, True),
     'theory': Command(Theory, commands.theory),
+    'experiment': Command(Experiment, commands.experiment),
+    'report': Command(Report, commands.report),
     'diagnose': Command(Diagnose, commands.diagnose),
     'topologies': Command(Topologies, commands.topologies),
     'doctor': Command(Doctor, commands.doctor),
