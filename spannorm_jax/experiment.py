@@ -25,16 +25,17 @@ from matplotlib.figure import Figure
 
 from spannorm_jax import load, rundir
 from spannorm_jax.checkpoint import disk_errors
-from spannorm_jax.config import Config, edit, to_dict
+from spannorm_jax.config import HOW_NOT_WHAT, Config, edit, to_dict
 from spannorm_jax.errors import BadData, MissingInput, UserError, nearest
-from spannorm_jax.rundir import flat, run_dir
+from spannorm_jax.resume import flat
+from spannorm_jax.rundir import run_dir
 from spannorm_jax.stats import Row, count_spikes
 from spannorm_jax.track import parse_rows
 
 SCALES = ('smoke', 'nano', 'gpu', 'paper')
 POINTS, LAYER_POINTS = 60, 6  # kept of a curve, of a curve of lists
 COST = 'cost.json'
-HIDDEN = {'name', *rundir.RESUMABLE}  # fields that change no number
+HIDDEN = {'name', *(f'{section}.{name}' for section, names in HOW_NOT_WHAT.items() for name in names)}  # fields that change no number
 LAST = ('eval/loss', 'eval/bits_per_byte', 'test/loss', 'test/bits_per_byte')
 
 

@@ -92,7 +92,7 @@ def recipe(cfg: ModelConfig) -> Recipe:
     return Recipe(std, embed=embed, gains={'o': scale, 'down': scale})
 
 
-def matrix_init(cfg: ModelConfig, name: str, fan_in: int, fan_out: int) -> Init:
+def matrix_init(cfg: ModelConfig, name: str, fan_in: float, fan_out: float) -> Init:
     """Initial distribution of the matrix `name` (embed, head, q, k, v, o, gate, up, down) under the config's recipe.
 
     std = base * gain(name), base = sigma, 1/sqrt(fan_in) or Xavier's sqrt(2 / (fan_in + fan_out)); under mup and completep that of the
