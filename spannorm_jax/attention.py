@@ -18,6 +18,7 @@ from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.sharding import constrain, pieces, spec, target
 
 PART_SCORES = 2**24  # 64 MiB in float32
+LOOKED_AT = 64  # queries of a row that statistics are taken from
 MASKED = -1e30  # finite, so that a row of masked scores gives a uniform softmax and no NaN
 
 
@@ -37,6 +38,14 @@ def attend(
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, 'B T N J'], Float[Array, 'B K G T S']]:
     """softmax(cap(scale q k) + mask) v; query head n reads kv head n // (N/K). Returns the result and the probabilities (float32)."""
+    B, T, N, _ = q_BTNH.shape
+    p_BKGTS = jax.nn.softmax(scores(q_BTNH, k_BSKH, mask_BTS, scale, soft_cap), axis=-1)
+    out = jnp.einsum('BKGTS,BSKJ->BTKGJ', p_BKGTS.astype(v_BSKJ.dtype), v_BSKJ)
+    return out.reshape(B, T, N, -1), p_BKGTS
+
+
+def scores(q_BTNH: Array, k_BSKH: Array, mask_BTS: Array, scale: float, soft_cap: float | None = None) -> Float[Array, 'B K G T S']:
+    """cap(scale q k), and MASKED where a position may not be seen."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
@@ -44,10 +53,7 @@ def attend(
     score_BKGTS = jnp.einsum('BTKGH,BSKH->BKGTS', q_BTKGH, k_BSKH, preferred_element_type=wide) * scale
     if soft_cap is not None:
         score_BKGTS = soft_cap * jnp.tanh(score_BKGTS / soft_cap)
-    score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, MASKED)
-    p_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1)
-    out = jnp.einsum('BKGTS,BSKJ->BTKGJ', p_BKGTS.astype(v_BSKJ.dtype), v_BSKJ)
-    return out.reshape(B, T, N, -1), p_BKGTS
+    return jnp.where(mask_BTS[:, None, None], score_BKGTS, MASKED)
 
 
 def attend_in_parts(q_BTNH: Array, k_BSKH: Array, v_BSKJ: Array, mask_BTS: Array, scale: float, soft_cap: float | None = None) -> Array:
@@ -70,13 +76,35 @@ def attend_in_parts(q_BTNH: Array, k_BSKH: Array, v_BSKJ: Array, mask_BTS: Array
     return jnp.moveaxis(o_PBtNJ, 0, 2).reshape(B, T, N, -1)
 
 
-def attention_stats(p_BKGTS: Float[Array, 'B K G T S'], mask_BTS: Bool[Array, '#B T S']) -> dict[str, Float[Array, '']]:
-    """Mean entropy of the attention rows over the log of the positions each may see (rows that see one position are left out)."""
+def attention_stats(
+    q_BTNH: Float[Array, 'B T N H'],
+    k_BSKH: Float[Array, 'B S K H'],
+    mask_BTS: Bool[Array, '#B T S'],
+    real_BT: Bool[Array, '#B T'],
+    scale: float,
+    soft_cap: float | None = None,
+) -> dict[str, Float[Array, '']]:
+    """Of evenly spread queries, at most LOOKED_AT in a row, over all heads; padding and queries that see one position are left out.
+
+    attn_entropy: mean entropy of the attention row over the log of the positions it may see; attn_sink: mean weight of the first
+    position it may see; attn_logit_max: largest score.
+    """
+    every = -(-q_BTNH.shape[1] // LOOKED_AT)
+    q_BTNH, mask_BTS, real_BT = jax.lax.stop_gradient(q_BTNH[:, ::every]), mask_BTS[:, ::every], real_BT[:, ::every]
+    score_BKGTS = scores(q_BTNH, jax.lax.stop_gradient(k_BSKH), mask_BTS, scale, soft_cap)
     visible_BT = mask_BTS.sum(-1)
-    row_BKGT = -jax.scipy.special.xlogy(p_BKGTS, p_BKGTS).sum(-1)
-    several = jnp.broadcast_to((visible_BT > 1)[:, None, None], row_BKGT.shape)
-    share = row_BKGT / jnp.log(jnp.maximum(visible_BT, 2))[:, None, None]
-    return {'attn_entropy': jnp.where(several, share, 0).sum() / jnp.maximum(several.sum(), 1)}
+    counts_BKGT = jnp.broadcast_to(((visible_BT > 1) & real_BT)[:, None, None], score_BKGTS.shape[:-1])
+    # Not from the probabilities: an exponential and a log for every score would cost more than the attention itself.
+    top_BKGT1 = score_BKGTS.max(-1, keepdims=True)
+    weight_BKGTS = jnp.exp(score_BKGTS - top_BKGT1)
+    total_BKGT = weight_BKGTS.sum(-1)
+    first_BTS = jnp.arange(mask_BTS.shape[-1]) == mask_BTS.argmax(-1, keepdims=True)
+    gap_BKGT = (weight_BKGTS * (score_BKGTS - top_BKGT1)).sum(-1) / total_BKGT
+    entropy_BKGT = (jnp.log(total_BKGT) - gap_BKGT) / jnp.log(jnp.maximum(visible_BT, 2))[:, None, None]
+    sink_BKGT = jnp.where(first_BTS[:, None, None], weight_BKGTS, 0).sum(-1) / total_BKGT
+    mean = lambda x: jnp.where(counts_BKGT, x, 0).sum() / jnp.maximum(counts_BKGT.sum(), 1)  # noqa: E731
+    largest = jnp.where(counts_BKGT, top_BKGT1[..., 0], MASKED).max()
+    return {'attn_entropy': mean(entropy_BKGT), 'attn_sink': mean(sink_BKGT), 'attn_logit_max': largest}
 
 
 class Problem(NamedTuple):
@@ -211,14 +239,28 @@ def attention(
     causal: bool,
     stats: bool = False,
 ) -> tuple[Float[Array, 'B T N J'], dict[str, Array]]:
-    """softmax(cap(scale q k) + mask) v by the chosen kernel, and statistics, for which the reference is run."""
+    """softmax(cap(scale q k) + mask) v by the chosen kernel, and statistics where asked for."""
     T, scale = q_BTNH.shape[1], parametrization.attn_scale(cfg)
-    if stats:
-        mask_BTS = may_see(T, segments_BT, causal)
-        o_BTNJ, p_BKGTS = attend(q_BTNH, k_BSKH, v_BSKJ, mask_BTS, scale, cfg.attn_soft_cap)
-        return o_BTNJ, attention_stats(p_BKGTS, mask_BTS)
     name, _ = choose_kernel(cfg, T, causal)
-    return KERNELS[name].run(q_BTNH, k_BSKH, v_BSKJ, segments_BT, problem(cfg, T, causal), scale), {}
+    out_BTNJ = KERNELS[name].run(q_BTNH, k_BSKH, v_BSKJ, segments_BT, problem(cfg, T, causal), scale)
+    if not stats:
+        return out_BTNJ, {}
+    real_BT = jnp.ones((1, T), bool) if segments_BT is None else segments_BT > 0
+    return out_BTNJ, attention_stats(q_BTNH, k_BSKH, may_see(T, segments_BT, causal), real_BT, scale, cfg.attn_soft_cap)
+
+
+def masked_attention(
+    cfg: ModelConfig,
+    q_BTNH: Float[Array, 'B T N H'],
+    k_BSKH: Float[Array, 'B S K H'],
+    v_BSKJ: Float[Array, 'B S K J'],
+    mask_BTS: Bool[Array, '#B T S'],
+    stats: bool = False,
+) -> tuple[Float[Array, 'B T N J'], dict[str, Array]]:
+    """The same by the reference, for any mask: the T queries need not stand at the S positions of the keys."""
+    scale, cap = parametrization.attn_scale(cfg), cfg.attn_soft_cap
+    out_BTNJ = attend_in_parts(q_BTNH, k_BSKH, v_BSKJ, mask_BTS, scale, cap)
+    return out_BTNJ, attention_stats(q_BTNH, k_BSKH, mask_BTS, mask_BTS.any(-1), scale, cap) if stats else {}
 
 
 def verify_kernel(cfg: ModelConfig, T: int) -> str | None:

@@ -118,11 +118,15 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
         """Copy the state to the host, write it in the background. Raises StorageError for this save or the one before."""
-        args = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params),
-            optim=ocp.args.StandardSave(_by_path(state.opt_state)),
-            meta=ocp.args.JsonSave({'format': FORMAT, 'step': step, **meta}),
-        )
+        self._save(step, meta, params=state.params, optim=_by_path(state.opt_state))
+
+    def save_params(self, step: int, params: Any, meta: dict[str, Any]) -> None:
+        """Weights without optimizer state, of a model that was trained elsewhere."""
+        self._save(step, meta, params=params)
+
+    def _save(self, step: int, meta: dict[str, Any], **trees: Any) -> None:
+        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        args = ocp.args.Composite(**items, meta=ocp.args.JsonSave({'format': FORMAT, 'step': step, **meta}))
         self._finish()
         with disk_errors('write a checkpoint to', self.folder):
             if not self.manager.save(step, args=args):

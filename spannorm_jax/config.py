@@ -190,6 +190,8 @@ class Config:
             raise UserError(f'optim.accumulate = {self.optim.accumulate} does not divide data.batch = {self.data.batch}')
 
 
+_DEFAULT = Config()
+
 # Fields that say how a run is computed, watched and kept, not what it computes (up to rounding): they are outside its identity, and
 # may change when it goes on.
 HOW_NOT_WHAT = {
@@ -216,12 +218,16 @@ HOW_NOT_WHAT = {
 
 
 def run_id(cfg: Config) -> str:
-    """`<name>-<hash8>`, the hash over every field that can change a number of the run."""
-    tree = to_dict(cfg)
-    for section, names in HOW_NOT_WHAT.items():
-        for name in names:
-            del tree[section][name]
-    text = json.dumps(tree, sort_keys=True)
+    """`<name>-<hash8>`, the hash over every field that can change a number of the run and is not at its default.
+
+    So a field that is added later renames no run; a default that changes is found when config.json, which has every field, is compared.
+    """
+    told: dict[str, Any] = {'name': cfg.name}
+    for section, default in vars(_DEFAULT).items():
+        if section != 'name':
+            own, outside = vars(getattr(cfg, section)), HOW_NOT_WHAT.get(section, ())
+            told[section] = {k: own[k] for k, v in vars(default).items() if k not in outside and own[k] != v}
+    text = json.dumps(told, sort_keys=True)
     return f'{cfg.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}'
 
 

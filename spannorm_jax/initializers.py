@@ -63,6 +63,11 @@ class Param(nn.meta.AxisMetadata):
     def remove_axis(self, index, params):
         return dataclasses.replace(self, axes=self.axes[:index] + self.axes[index + 1 :])
 
+    @classmethod
+    def from_nnx_metadata(cls, metadata):
+        """Back from a variable of NNX (flax.nnx.bridge), which has attributes of its own besides ours."""
+        return cls(**{f.name: metadata[f.name] for f in dataclasses.fields(cls)})
+
 
 def is_param(x: Any) -> bool:
     return isinstance(x, Param)
@@ -87,7 +92,7 @@ def recipe(cfg: ModelConfig) -> Recipe:
     return Recipe(std, embed=embed, gains={'o': scale, 'down': scale})
 
 
-def matrix_init(cfg: ModelConfig, name: str, fan_in: int, fan_out: int) -> Init:
+def matrix_init(cfg: ModelConfig, name: str, fan_in: float, fan_out: float) -> Init:
     """Initial distribution of the matrix `name` (embed, head, q, k, v, o, gate, up, down) under the config's recipe.
 
     std = base * gain(name), base = sigma, 1/sqrt(fan_in) or Xavier's sqrt(2 / (fan_in + fan_out)); under mup and completep that of the

@@ -76,8 +76,9 @@ class ModelConfig:
     groups_per_token: int = 1
     capacity_factor: float | None = None
     """None drops no token. Else an expert takes at most this many times its even share of each row, first come first served."""
-    expert_exchange: Literal['padded', 'ragged'] = 'padded'
-    """How tokens travel over mesh.expert: with the empty places, which every platform can, or without (TPU v5p, v6e, GPU)."""
+    expert_exchange: Literal['padded', 'ragged', 'dense'] = 'padded'
+    """How tokens travel over mesh.expert: with the empty places, which every platform can, or without (TPU v5p, v6e, GPU). dense: not at
+    all; every expert computes every token, E / K times the work, and derivatives of any order exist (diagnostics use it)."""
     balance: Literal['sequence', 'batch'] = 'sequence'
     """Over what the balance loss (optim.balance_loss) counts the load: each row, or the whole micro-batch."""
 

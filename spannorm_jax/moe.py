@@ -153,6 +153,13 @@ def routed(
     """The routed experts' part of the output: on this device, or over the mesh that is set (`jax.set_mesh`)."""
     mesh, E = jax.sharding.get_abstract_mesh(), cfg.experts
     flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
+    if cfg.expert_exchange == 'dense':
+        x_ND = flat(x_BTD)
+        N = len(x_ND)
+        groups = dispatch.Groups(jnp.full(E, N), jnp.repeat(jnp.arange(E), N), N)
+        out_END = expert_ffn(cfg, weights, None, jnp.tile(x_ND, (E, 1)), groups).reshape(E, N, -1)
+        weight_NE = (jax.nn.one_hot(flat(expert_BTK), E) * flat(weight_BTK)[..., None]).sum(1)  # a dropped choice is no expert
+        return jnp.einsum('END,NE->ND', out_END, weight_NE).reshape(x_BTD.shape)
     if mesh.empty or mesh.size == 1:
         slots = None if capacity is None else len(x_BTD) * capacity * E
         experts = functools.partial(expert_ffn, cfg, weights, None)

@@ -75,7 +75,7 @@ def init_factor(cfg: Any, name: str) -> float:
     return width_ratio(cfg) ** {'embed': 0.0, 'head': 0.0, 'router': -1.0}.get(name, -0.5)
 
 
-def base_fans(cfg: Any, name: str, fan_in: int, fan_out: int) -> tuple[float, float]:
+def base_fans(cfg: Any, name: str, fan_in: float, fan_out: float) -> tuple[float, float]:
     """Fan-in and fan-out of the matrix in the base model, whose FFN and heads (or their number) are in proportion to its width."""
     n = width_ratio(cfg)
     return fan_in / (1 if name == 'embed' else n), fan_out / (1 if name in ('head', 'router') else n)

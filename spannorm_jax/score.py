@@ -2,14 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from spannorm_jax import distributed, sharding
 from spannorm_jax.checkpoint import Checkpoints
 from spannorm_jax.config import Config, MeshConfig, edit
-from spannorm_jax.data import open_data
+from spannorm_jax.data import Tokenizer, open_data, tokenizer_of
 from spannorm_jax.data.baselines import MOST_IDS, bigram_bits_per_byte
 from spannorm_jax.errors import BadData, MissingInput
 from spannorm_jax.host import use_compilation_cache
@@ -66,6 +66,27 @@ def score(run: Path, split: str, max_tokens: int | None, source: str | None, mes
         'bytes': held_out.bytes,
         'protocol': PROTOCOL.format(seq=cfg.data.seq),
     }
+
+
+class LoadedRun(NamedTuple):
+    cfg: Config
+    lm: LM
+    params: Any
+    step: int
+    tokenizer: Tokenizer
+    mesh: jax.sharding.Mesh
+
+
+def load_run(run: Path, mesh_cfg: MeshConfig) -> LoadedRun:
+    """The model of a run's newest checkpoint, and the tokenizer that goes with it; its data is not touched.
+
+    Raises: MissingInput (no checkpoint yet), BadData (a damaged one), UserError (mesh, tokenizer).
+    """
+    cfg = read_config(run)
+    use_compilation_cache()
+    mesh, tokenizer = sharding.make_mesh(mesh_cfg), tokenizer_of(cfg.data)
+    params, step, _ = restore_params(run, cfg, mesh)
+    return LoadedRun(cfg, LM(cfg.model), params, step, tokenizer, mesh)
 
 
 def restore_params(run: Path, cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Any, int, str]:

@@ -198,18 +198,26 @@ def first_nonfinite(model: ModelConfig, names: list[str], tree: Any) -> str | No
 
 
 def layer_ratios(model: ModelConfig, infos: Any, grads: Any, updates: Any, params: Any) -> Metrics:
-    """layer/grad_rms/{role}: rms of the gradient; layer/update_ratio/{role}: |update| / |weights|. NaN where a layer has no such role."""
-    grad, update, weight, count = {}, {}, {}, {}
+    """layer/grad_rms/{role}: rms of the gradient; layer/update_ratio/{role}: |update| / |weights|; layer/update_visible/{role}: share of
+    the weights that the update would change if they were bfloat16 (|u| > 2^-8 |w|). NaN where a layer has no such role."""
+    total: dict[str, dict[str, Any]] = {what: {} for what in ('count', 'grad', 'update', 'weight', 'visible')}
     rows = zip(*(each_param(model, tree) for tree in (infos, grads, updates, params)), strict=True)
     for (_, layers, info), (_, _, g), (_, _, u), (_, _, w) in rows:
         if layers is None:
             continue
-        at = slice(layers.start, layers.stop)
-        for total, leaf in ((grad, g), (update, u), (weight, w)):
-            total[info.role] = total.get(info.role, jnp.zeros(model.layers)).at[at].add(_squares(leaf, layers))
-        count.setdefault(info.role, np.zeros(model.layers))[at] += math.prod(info.value.shape[1:])
-    rms = {f'layer/grad_rms/{r}': jnp.sqrt(grad[r] / count[r]) for r in grad}
-    return rms | {f'layer/update_ratio/{r}': jnp.sqrt(update[r] / weight[r]) for r in grad}
+        sums: dict[str, Any] = {what: _squares(leaf, layers) for what, leaf in (('grad', g), ('update', u), ('weight', w))}
+        sums['visible'] = _squares((jnp.abs(u) > jnp.abs(w) / 256).astype(jnp.float32), layers)
+        sums['count'] = np.full(len(layers), math.prod(info.value.shape[1:]), np.float32)
+        for what, value in sums.items():
+            before = total[what].get(info.role, jnp.zeros(model.layers))
+            total[what][info.role] = before.at[layers.start : layers.stop].add(value)
+    rows = {}
+    for role, n in total['count'].items():
+        grad, update, weight, visible = (total[what][role] for what in ('grad', 'update', 'weight', 'visible'))
+        rows[f'layer/grad_rms/{role}'] = jnp.sqrt(grad / n)
+        rows[f'layer/update_ratio/{role}'] = jnp.sqrt(update / weight)
+        rows[f'layer/update_visible/{role}'] = visible / n
+    return rows
 
 
 class Evaluation(NamedTuple):

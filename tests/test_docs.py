@@ -4,8 +4,11 @@ import dataclasses
 import json
 import pathlib
 import re
+import runpy
 import shlex
 
+import jax
+import numpy as np
 import pytest
 
 from spannorm_jax import catalog, cli, launch, load, train
@@ -43,6 +46,13 @@ def test_links_and_files(page):
 def expand(name):
     match = re.fullmatch(r'(.*)\{(.*)\}(.*)', name)
     return [f'{match[1]}{part}{match[3]}' for part in match[2].split(',')] if match else [name]
+
+
+def test_list_of_diagnostics_is_up_to_date():
+    """Mend it with: python docs/figure_diagnostics.py"""
+    made = runpy.run_path(str(ROOT / 'docs/figure_diagnostics.py'))
+    text = (ROOT / 'docs/diagnostics.md').read_text()
+    assert made['with_list'](text) == text
 
 
 def commands():
@@ -121,6 +131,11 @@ def test_python_runs(page, tmp_path, monkeypatch):
         assert space['stats']['rms'].shape == (24,)
     if page.name == 'training.md':
         assert (space['outcome'].status, space['outcome'].step) == ('completed', 2)
+    if page.name == 'diagnostics.md':
+        assert space['layers'].shape == (3, 256, 32) and space['stretch'].shape == (32,)
+        whole = jax.jacobian(lambda v: space['model'].apply(space['variables'], v))(space['x'][0])
+        np.testing.assert_allclose(space['stretch'][0], np.linalg.norm(whole, 2), rtol=1e-3)
+        assert space['similar'].shape == (3, 3) and 0 < space['ranks'][2]['hard'] < 1 and space['sharpest'] > 0
     if page.name == 'topologies.md':
         assert space['cfg'].topology == 'halved'
 

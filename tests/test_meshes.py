@@ -266,3 +266,21 @@ def test_what_does_not_divide_is_refused():
         check_batch(edit(CFG, {'data.batch': 6}), make_mesh(MeshConfig(expert=3, devices=3)))
     with pytest.raises(UserError, match='data.seq = 13 does not divide over mesh.sequence = 2'):
         check_batch(edit(CFG, {'data.seq': 13}), make_mesh(MESHES['4x2 data sequence']))
+
+
+@pytest.mark.parametrize('topology', [n if n in ('span', 'siamese') else pytest.param(n, marks=pytest.mark.full) for n in TOPOLOGIES])
+def test_a_mesh_changes_no_statistic(topology):
+    """layer/* and moe/* of one step, with experts and latent attention, rows split over their positions too."""
+    found = []
+    for mesh_cfg in (ONE, MeshConfig(fsdp=2, expert=2, sequence=2)):
+        cfg = edit(CFG, {'model.topology': topology, 'mesh': mesh_cfg})
+        lm, tree, mesh = LM(cfg.model), infos(cfg.model), make_mesh(mesh_cfg)
+        opt, (places, whole) = make_optimizer(cfg, tree), places_of(cfg, mesh)
+        batch = next(FakeCorpus().train_batches(8, cfg.data.seq, 0))
+        with jax.set_mesh(mesh), jax.default_matmul_precision('highest'):
+            step = jax.jit(make_step(cfg, lm, opt, tree, stats=True), out_shardings=(places, whole))
+            found.append(jax.device_get(step(state_of(cfg, places), put_batch(batch, mesh))[1]))
+    names = {k for k in found[0] if k.startswith(('layer/', 'moe/'))}
+    assert {'layer/attn_sink', 'layer/grad_rms/router', 'layer/sigma_ffn', 'moe/load'} <= names
+    for k in names:
+        np.testing.assert_allclose(found[1][k], found[0][k], rtol=2e-4, atol=1e-6, err_msg=k)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_topology import random_params, tiny
 
-from spannorm_jax.attention import attend
+from spannorm_jax.attention import LOOKED_AT, attend, attention_stats, may_see
 from spannorm_jax.errors import UserError
 from spannorm_jax.layers import Attention, Norm, context, rope, rope_angles
 from spannorm_jax.model import LM, Block, Stack, count_params, flops_per_token, infos, restack, unstack
@@ -118,6 +118,8 @@ def test_statistics_are_what_they_say(tokens):
         for site, skip in (('attn', enters), ('ffn', skip_ffn)):
             want = [np.corrcoef(a.ravel(), s.ravel())[0, 1] for a, s in zip(after[site], skip, strict=True)]
             np.testing.assert_allclose(scalars[f'branch_skip_corr/{site}'], want, atol=1e-4)
+            ratio = np.sqrt(np.square(after[site]).mean((1, 2, 3)) / np.square(skip).mean((1, 2, 3)))
+            np.testing.assert_allclose(scalars[f'branch_skip_ratio/{site}'], ratio, rtol=1e-4)
 
 
 def test_statistics_see_the_branch_as_it_is_added(tokens):
@@ -152,12 +154,36 @@ def test_attention_entropy_is_one_when_uniform_and_zero_when_certain():
     module = Attention(cfg)
     ctx = context(cfg, jnp.arange(6)[None].repeat(2, 0))
     variables = nn.meta.unbox(jax.jit(lambda x: module.init(jax.random.key(0), x, ctx))(X))
-    entropy = jax.jit(lambda v: module.apply(v, X, ctx, stats=True)[1]['attn_entropy'])
+    stats = jax.jit(lambda v: module.apply(v, X, ctx, stats=True)[1])
     flat = jax.tree.map(lambda x: x, variables)
     flat['params']['q'] = 0 * flat['params']['q']
-    np.testing.assert_allclose(entropy(flat), 1, rtol=1e-6)
+    np.testing.assert_allclose(stats(flat)['attn_entropy'], 1, rtol=1e-6)
+    np.testing.assert_allclose(stats(flat)['attn_sink'], np.mean(1 / np.arange(2, 7)), rtol=1e-6)
     flat['params']['q'] = variables['params']['k'] * 0 + 1e4
-    assert entropy(flat) < 0.2
+    assert stats(flat)['attn_entropy'] < 0.2
+
+
+def test_attention_statistics_against_a_loop():
+    """Grouped queries, packed documents with padding, more queries than are looked at: every second one counts."""
+    T, scale, rng = 2 * LOOKED_AT, 0.4, np.random.default_rng(2)
+    q, k = (rng.standard_normal((1, T, n, 4)).astype('float32') for n in (4, 2))
+    segment_T = np.where(np.arange(T) < 50, 1, np.where(np.arange(T) < 110, 2, 0))
+    mask_BTS = may_see(T, jnp.asarray(segment_T)[None], True)
+    got = jax.jit(attention_stats)(q, k, mask_BTS, jnp.asarray(segment_T > 0)[None], scale)
+    entropy, sink, largest = [], [], []
+    for t in range(0, T, 2):
+        seen = [s for s in range(t + 1) if segment_T[s] == segment_T[t]]
+        if segment_T[t] == 0 or len(seen) == 1:
+            continue
+        for n in range(4):
+            score = np.array([q[0, t, n] @ k[0, s, n // 2] * scale for s in seen], np.float64)
+            p = np.exp(score) / np.exp(score).sum()
+            entropy.append(-(p * np.log(p)).sum() / np.log(len(seen)))
+            sink.append(p[0])
+            largest.append(score.max())
+    want = {'attn_entropy': np.mean(entropy), 'attn_sink': np.mean(sink), 'attn_logit_max': max(largest)}
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-4, err_msg=name)
 
 
 def test_grouped_queries_and_masks_against_a_loop():

@@ -196,6 +196,27 @@ def test_dropped_share():
     assert float(stats['moe/dropped']) == pytest.approx(1 - 3 / 16)
 
 
+def test_dense_experts_are_the_dispatched_ones_and_have_every_derivative():
+    """Values, gradients, and products in forward mode, which the dispatch refuses; with dropped choices and a norm inside each expert."""
+    x, v, u = jax.random.normal(jax.random.key(1), (3, 2, 7, D))
+    real = jnp.arange(7)[None] < jnp.array([[7], [3]])
+    modules = [Moe(edit(CFG, {'capacity_factor': 1.0, 'expert_exchange': way})) for way in ('padded', 'dense')]
+    params = modules[0].init(jax.random.key(0), x, real, 'inner')
+    padded, dense = (lambda p, x, m=m: m.apply(p, x, real, 'inner')[0] for m in modules)
+
+    @jax.jit
+    def both(p, x):
+        found = [jax.vjp(f, p, x) for f in (padded, dense)]
+        return [(y, pull(u)) for y, pull in found], jax.jvp(lambda x: dense(p, x), (x,), (v,))[1]
+
+    ((y, back), (same, same_back)), push = both(params, x)
+    np.testing.assert_allclose(same, y, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), same_back, back)
+    np.testing.assert_allclose((push * u).sum(), (back[1] * v).sum(), rtol=1e-4)
+    with pytest.raises(TypeError, match='forward-mode'):
+        jax.jvp(lambda x: padded(params, x), (x,), (v,))
+
+
 def moe_run(**changes):
     cfg = edit(
         TINY, {'model.experts': 4, 'model.experts_per_token': 2, 'model.first_dense': 1, 'model.expert_ffn': 8, 'data.batch': 8} | changes

@@ -94,8 +94,9 @@ def test_layer_statistics():
     cfg = edit(TINY, {'model.topology': 'span', 'model.layers': 3})  # two runs of blocks
     _, (m,) = run_steps(cfg, batches(1), stats=True)
     layer = {k.removeprefix('layer/'): np.asarray(v) for k, v in m.items() if k.startswith('layer/')}
-    want = {'rms', 'attn_entropy'} | {f'{kind}{at}' for kind in ('sigma_', 'branch_var/', 'branch_skip_corr/') for at in ('attn', 'ffn')}
-    want |= {f'{kind}/{role}' for kind in ('grad_rms', 'update_ratio') for role in ('read', 'write', 'gain')}
+    kinds = ('sigma_', 'branch_var/', 'branch_skip_corr/', 'branch_skip_ratio/')
+    want = {'rms', 'attn_entropy', 'attn_sink', 'attn_logit_max'} | {f'{kind}{at}' for kind in kinds for at in ('attn', 'ffn')}
+    want |= {f'{kind}/{role}' for kind in ('grad_rms', 'update_ratio', 'update_visible') for role in ('read', 'write', 'gain')}
     assert set(layer) == want and all(v.shape == (3,) and np.isfinite(v).all() for v in layer.values())
 
     lm, tree, opt = parts(cfg)
@@ -113,6 +114,14 @@ def test_layer_statistics():
     # AdamW's first step has size lr wherever there is a gradient, so the ratio is lr / rms(w), up to decay
     w = np.concatenate([np.ravel(v) for k, v in unstack(cfg.model, state.params).items() if k in ('layers.1.attn.o', 'layers.1.ffn.down')])
     np.testing.assert_allclose(layer['update_ratio/write'][1], 0.005 / np.sqrt(np.square(w).mean()), rtol=1e-2)
+    np.testing.assert_allclose(layer['update_visible/write'][1], (np.abs(w) < 0.005 * 256).mean(), atol=1e-2)
+
+
+def test_a_step_with_statistics_is_the_step_without():
+    cfg = edit(TINY, {'model.topology': 'residual', 'model.layers': 3})
+    plain, _ = run_steps(cfg, batches(2))
+    looked_at, _ = run_steps(cfg, batches(2), stats=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain.params, looked_at.params)
 
 
 EVERY = [n if n in ('span', 'siamese') else pytest.param(n, marks=pytest.mark.full) for n in sorted(TOPOLOGIES)]

@@ -36,7 +36,7 @@ class Run(NamedTuple):
         return self.block.apply({'params': params}, stream, coef, self.ctx)[0]  # pyright: ignore[reportIndexIssue]
 
 
-def runs(cfg: ModelConfig, params: Any, shape_BT: tuple[int, int]) -> Iterator[Run]:
+def runs(cfg: ModelConfig, params: Any, shape_BT: tuple[int, ...]) -> Iterator[Run]:
     """The blocks from bottom to top."""
     ctx, lo = context(cfg, jnp.broadcast_to(jnp.arange(shape_BT[1]), shape_BT)), 0
     if topology.TOPOLOGIES[cfg.topology].embed_norm_inside(cfg) and has_norm(cfg, 'embed'):
@@ -129,7 +129,7 @@ def watch(block: Block, params: Any, stream: Any, coef: dict[str, Array], ctx: C
     def look(call, args, kwargs, where):
         out, module = call(*args, **kwargs), where.module
         if where.method_name == '__call__' and len(module.path) == 1:
-            if isinstance(module, Norm):
+            if isinstance(module, Norm) and module.name:
                 seen[module.name.removeprefix('norm_')] = args[0]
             if isinstance(module, Attention | Mlp | Moe):
                 seen[module.name] = args[0], out[0] if isinstance(out, tuple) else out

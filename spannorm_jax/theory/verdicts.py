@@ -1,6 +1,5 @@
 """Means with intervals, straight lines, and the rules that turn them into verdicts. The rules were written before the runs they judge."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +35,7 @@ def estimate(values: Any) -> Estimate:
     return Estimate(float(x.mean()), float(stdtrit(len(x) - 1, 0.975) * x.std(ddof=1) / len(x) ** 0.5))
 
 
-def slope(x: Sequence[float], y: Any) -> np.ndarray:
+def slope(x: Any, y: Any) -> np.ndarray:
     """Least-squares slope of the last axis of y on x."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     x = x - x.mean()

@@ -1,0 +1,129 @@
+"""Pictures of diagnostics: panels of lines over depth with bands over seeds, and heat maps. Reads and writes no file."""
+
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
+
+from spannorm_jax.diagnostics import Panel
+
+MOST_HEATS = 6  # heat maps of one panel, one for each group of runs
+
+
+class Theme(NamedTuple):
+    """Colours of a picture: paper, text, faint lines, and the runs' own in turn."""
+
+    paper: str
+    ink: str
+    faint: str
+    runs: tuple[str, ...]
+
+
+LIGHT = Theme('#ffffff', '#22272e', '#d7dce1', ('#1f5fa8', '#d9701a', '#2f8f5b', '#a33b6f', '#6b5bb0', '#7a6a3a'))
+DARK = Theme('#171b21', '#dfe4ea', '#3a424d', ('#6aa9f0', '#f2a054', '#63c48c', '#e07fb0', '#a99cf0', '#c9b573'))
+
+
+class Group(NamedTuple):
+    """Runs that differ in their seed alone: a label, and what one diagnostic measured of each."""
+
+    label: str
+    runs: tuple[dict[str, Any], ...]
+
+
+def drawable(panel: Panel, groups: Sequence[Group]) -> list[Group]:
+    """The groups that have something to show on a panel."""
+    have = lambda g: any(np.isfinite(values(run, key)).any() for run in g.runs for key in panel.keys)  # noqa: E731
+    return [g for g in groups if have(g)]
+
+
+def values(run: dict[str, Any], key: str) -> np.ndarray:
+    return np.asarray(run.get(key, np.zeros(0)), np.float64)
+
+
+def figure(panels: Sequence[Panel], groups: Sequence[Group], title: str = '', theme: Theme = LIGHT) -> Figure | None:
+    """All panels that have something to show, three in a row; None where none has."""
+    cells = [(panel, each) for panel in panels if (shown := drawable(panel, groups)) for each in _cells(panel, shown)]
+    if not cells:
+        return None
+    rows = -(-len(cells) // 3)
+    columns = min(len(cells), 3)
+    fig = Figure(figsize=(4.3 * columns, 3.1 * rows + (0.35 if title else 0)), dpi=120, layout='constrained', facecolor=theme.paper)
+    FigureCanvasAgg(fig)
+    for i, (panel, shown) in enumerate(cells):
+        draw(fig.add_subplot(rows, columns, i + 1), panel, shown, [groups.index(g) for g in shown], theme)
+    if title:
+        fig.suptitle(title, x=0.01, ha='left', fontsize=11, color=theme.ink)
+    return fig
+
+
+def _cells(panel: Panel, shown: list[Group]) -> list[list[Group]]:
+    """Lines of all groups share one picture; a heat map is one group's."""
+    return [[g] for g in shown[:MOST_HEATS]] if panel.heat else [shown]
+
+
+def draw(ax: Axes, panel: Panel, groups: Sequence[Group], places: Sequence[int], theme: Theme) -> None:
+    """One panel on given axes; `places` says which of the theme's colours each group has."""
+    ax.set_facecolor(theme.paper)
+    for spine in ax.spines.values():
+        spine.set_color(theme.faint)
+    ax.tick_params(colors=theme.ink, labelsize=7, which='both')
+    ax.set_title(panel.title, loc='left', fontsize=8.5, color=theme.ink)
+    if panel.heat:
+        heat(ax, panel, groups[0], theme)
+        return
+    for group, place in zip(groups, places, strict=True):
+        for key in panel.keys:
+            line(ax, panel, group, key, theme.runs[place % len(theme.runs)], ('-', '--', ':')[place // len(theme.runs) % 3])
+    if panel.log:
+        ax.set_yscale('log')
+        for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+            axis(LogFormatter(minor_thresholds=(1, 0.4)))
+    ax.set_xlabel(panel.over, fontsize=7.5, color=theme.ink)
+    ax.grid(axis='y', color=theme.faint, lw=0.6)
+    ax.spines[['top', 'right']].set_visible(False)
+    ax.set_axisbelow(True)
+    if len(groups) > 1:
+        ax.legend(frameon=False, fontsize=6.5, labelcolor=theme.ink)
+
+
+def line(ax: Axes, panel: Panel, group: Group, key: str, color: str, style: str) -> None:
+    """The mean over seeds, and a band from the lowest to the highest."""
+    found = [v for run in group.runs if (v := values(run, key)).ndim == 1 and len(v)]
+    if not found:
+        return
+    y = np.array([v for v in found if len(v) == len(found[0])])
+    if panel.log:
+        y = np.where(y > 0, y, np.nan)
+    known = np.isfinite(y).any(0)
+    x, y = panel.first + np.flatnonzero(known), y[:, known]
+    ax.plot(x, np.nanmean(y, 0), style, color=color, lw=1.5, label=group.label, marker='o' if len(x) <= 12 else None, ms=3)
+    if len(y) > 1:
+        ax.fill_between(x, np.nanmin(y, 0), np.nanmax(y, 0), color=color, alpha=0.18, lw=0)
+
+
+def heat(ax: Axes, panel: Panel, group: Group, theme: Theme) -> None:
+    """The first seed's matrix, first row at the bottom."""
+    run = next(run for run in group.runs if values(run, panel.keys[0]).size)
+    z = values(run, panel.keys[0])
+    steps = values(run, 'steps')
+    left, right = (steps[0], steps[-1] + (len(steps) == 1)) if len(steps) else (panel.first - 0.5, panel.first + z.shape[1] - 0.5)
+    extent = (float(left), float(right), panel.first - 0.5, panel.first + len(z) - 0.5)
+    image = ax.imshow(z, origin='lower', aspect='auto', interpolation='nearest', cmap='viridis', extent=extent)
+    ax.set_xlabel(panel.over, fontsize=7.5, color=theme.ink)
+    ax.set_ylabel('block', fontsize=7.5, color=theme.ink)
+    if group.label:
+        ax.set_title(f'{panel.title}: {group.label}', loc='left', fontsize=8, color=theme.ink)
+    bar = ax.figure.colorbar(image, ax=ax, shrink=0.9)
+    bar.ax.tick_params(colors=theme.ink, labelsize=6.5)
+    bar.outline.set_edgecolor(theme.faint)  # pyright: ignore[reportCallIssue]
+
+
+def png(fig: Figure) -> bytes:
+    out = io.BytesIO()
+    fig.savefig(out, format='png', facecolor=fig.get_facecolor())
+    return out.getvalue()

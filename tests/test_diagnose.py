@@ -1,0 +1,173 @@
+"""`spannorm diagnose`: every entry of the table on real models, its pictures, its page, and what it refuses."""
+
+import html.parser
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_diagnostics import batch_of
+from test_topology import random_params, tiny
+
+from spannorm_jax import cli, gallery, page
+from spannorm_jax.config import Config, edit, to_dict
+from spannorm_jax.data import open_data
+from spannorm_jax.diagnose import grouped
+from spannorm_jax.diagnostics import DIAGNOSTICS, Panel, Probe
+from spannorm_jax.gallery import DARK, LIGHT, Group
+from spannorm_jax.model import LM, infos
+from spannorm_jax.optim import make_optimizer
+from spannorm_jax.step import init_state
+from spannorm_jax.train import fit
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / 'text'
+    folder.mkdir()
+    for i in range(80):
+        (folder / f'{i}.txt').write_text(f'document {i} ' * 20)
+    return folder
+
+
+def config(tmp_path, text, **changes):
+    small = {'model.layers': 3, 'model.width': 16, 'model.heads': 2, 'data.seq': 16, 'data.batch': 2, 'mesh.devices': 1, 'run.steps': 2}
+    return edit(Config(), small | {'data.source': str(text), 'data.cache': str(tmp_path / 'cache'), 'run.root': str(tmp_path)} | changes)
+
+
+@pytest.mark.parametrize('name, fields', [('span', {'experts': 4, 'expert_ffn': 8, 'shared_experts': 1, 'first_dense': 1}),
+                                          pytest.param('siamese', {}, marks=pytest.mark.full),
+                                          pytest.param('hc', {'tie_embeddings': True}, marks=pytest.mark.full)])  # fmt: skip
+def test_every_diagnostic_measures_and_is_drawn(name, fields):
+    """All keys that are drawn are there and finite where they must be; each has its picture in both themes, and its words on the page."""
+    cfg = edit(Config(), {'model': tiny(name, **fields), 'run.steps': 4})
+    params = random_params(cfg.model)
+    state = init_state(cfg, LM(cfg.model), make_optimizer(cfg, infos(cfg.model)))
+    opt_state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x + 1e-4, state.opt_state)  # as after a step
+    names = ('grad_rms/write', 'sigma_ffn', 'rms', 'update_ratio/write')
+    rows = [{'step': s, 'train/loss': 1.0} | {f'layer/{n}': [1.0 * s, 2.0, None] for n in names} for s in (1, 3)]
+    probe, shown = Probe(cfg, params, batch_of(), opt_state, rows), {}
+    for key, entry in DIAGNOSTICS.items():
+        found = entry.measure(probe)
+        if key == 'experts' and not cfg.model.experts:
+            assert found == {}
+            continue
+        drawn = {k for panel in entry.panels for k in panel.keys}
+        absent = {'head'} if cfg.model.tie_embeddings else set()
+        assert drawn - set(found) <= absent, key
+        assert all(np.isfinite(np.asarray(found[k], float)).any() for k in drawn - absent), key
+        shown[key] = (entry, [Group('one', (found,))])
+    text = page.page('a page', [{'name': 'one'}], shown)
+    for key, (entry, _) in shown.items():
+        part = re.search(rf'<section id="{key}">.*?</section>', text, re.S)[0]
+        assert all(words in html.unescape(part) for words in (entry.means, entry.normal, entry.cannot))
+        assert part.count('<picture>') == part.count('prefers-color-scheme: dark') >= 1
+    assert np.isclose(probe.loss, shown['position'][1][0].runs[0]['mean'])
+    assert np.isclose(shown['lens'][1][0].runs[0]['loss'][-1], probe.loss, rtol=1e-5)
+
+
+class Checker(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.links, self.scripts = [], [], 0
+
+    def handle_starttag(self, tag, attrs):
+        self.scripts += tag == 'script'
+        self.links += [v for k, v in attrs if k in ('src', 'href', 'srcset')]
+        if tag not in ('meta', 'img', 'source'):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_page_needs_nothing_and_escapes_everything():
+    evil = '<script>alert(1)</script>&"'
+    entry = DIAGNOSTICS['position']
+    text = page.page(evil, [{'name': evil, 'layers': 3}], {'position': (entry, [Group(evil, ({'loss': np.ones(4), 'mean': 1.0},))])})
+    checker = Checker()
+    checker.feed(text)
+    assert not checker.open and not checker.scripts and 'alert(1)' in text and '<script' not in text
+    assert all(link.startswith(('data:image/png;base64,', '#')) for link in checker.links)
+    assert "default-src 'none'" in text and 'width=device-width' in text
+    nothing = page.page('x', [{'name': 'x'}], {'position': (entry, [Group('x', ({},))])})
+    assert '<section' not in nothing
+
+
+def test_seeds_are_a_band_and_groups_have_colours():
+    runs = tuple({'loss': np.array([1.0, 2.0, np.nan]) + s} for s in (0, 1, 5))
+    panel = Panel(('loss',), 'loss')
+    fig = gallery.figure([panel], [Group('three seeds', runs), Group('one', ({'loss': np.array([4.0, 4, 4])},)), Group('none', ({},))])
+    ax = fig.axes[0]
+    three, one = ax.lines
+    np.testing.assert_allclose(three.get_xydata(), [[1, 3], [2, 4]])
+    assert [three.get_color(), one.get_color()] == list(LIGHT.runs[:2])
+    (band,) = ax.collections
+    box = band.get_datalim(ax.transData)
+    np.testing.assert_allclose([box.y0, box.y1], [1, 7])
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ['three seeds', 'one']
+    dark = gallery.figure([panel], [Group('one', ({'loss': np.ones(3)},))], theme=DARK)
+    assert dark.axes[0].lines[0].get_color() == DARK.runs[0] and gallery.figure([panel], [Group('none', ({},))]) is None
+    heat = gallery.figure([Panel(('m',), 'm', heat=True)], [Group(n, ({'m': np.eye(3) * k},)) for n, k in (('a', 1), ('b', 2))])
+    assert sum(bool(ax.images) for ax in heat.axes) == 2
+
+
+def test_labels_of_groups(tmp_path, text):
+    base = config(tmp_path, text)
+    several = [edit(base, {'model.topology': t, 'run.seed': s, 'run.dir': f'{t}{s}'}) for t in ('pre', 'span') for s in (0, 1)]
+    assert grouped(several) == [(0, 'topology pre'), (0, 'topology pre'), (1, 'topology span'), (1, 'topology span')]
+    assert grouped(several[:2]) == [(0, 'run'), (0, 'run')]
+
+
+def test_runs_and_configs_from_the_command_line(tmp_path, text, monkeypatch, capsys):
+    """Two seeds of a run and a configuration: files, JSON, the same numbers as the library gives."""
+    monkeypatch.chdir(tmp_path)
+    runs = []
+    for seed in (0, 1):
+        cfg = config(tmp_path, text, **{'run.seed': seed, 'run.stats_every': 1, 'run.eval_every': 0, 'model.topology': 'pre'})
+        runs.append(fit(cfg).dir)
+    (tmp_path / 'mine.py').write_text(
+        'import json\nfrom spannorm_jax.config import Config, from_dict\n'
+        f'def get():\n    return from_dict(Config, json.loads({json.dumps(json.dumps(to_dict(config(tmp_path, text))))}))\n'
+    )
+    command = ['diagnose', *runs, 'mine.py', '--only', 'history', 'similarity', 'position', '--dir', 'out', '--rows', '3', '--json']
+    assert cli.main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / 'out/diagnostics.json').read_text()) == found
+    assert {p.name for p in (tmp_path / 'out').iterdir()} == {
+        'diagnostics.json', 'index.html', 'history.png', 'similarity.png', 'position.png'
+    }  # fmt: skip
+    assert [(r['step'], r['seed'], r['label']) for r in found['runs']] == [
+        (2, 0, 'topology pre'),
+        (2, 1, 'topology pre'),
+        (0, 0, 'topology span'),
+    ]
+    history = found['diagnostics']['history']
+    assert history[0]['steps'] == [1, 2] and np.shape(history[0]['rms']) == (3, 2) and history[2] == {}
+    np.testing.assert_allclose(np.diag(found['diagnostics']['similarity'][1]['cosine']), 1, rtol=1e-5)
+
+    cfg = config(tmp_path, text)
+    params = LM(cfg.model).init(jax.random.key(0))
+    batch = next(iter(open_data(cfg.data).eval_batches('validation', 3, 16, 48).batches()))
+    logp = jax.nn.log_softmax(jax.jit(LM(cfg.model).apply)(params, batch['tokens'], batch['segments'], batch['positions']))
+    nats = -np.take_along_axis(np.asarray(logp), batch['targets'][..., None], -1)[..., 0]
+    assert found['runs'][2]['loss on the probe'] == pytest.approx(nats[batch['segments'] > 0].mean(), rel=1e-5)
+
+
+def test_what_diagnose_refuses(tmp_path, text, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    begun = tmp_path / 'begun'
+    begun.mkdir()
+    (begun / 'config.json').write_text(json.dumps(to_dict(config(tmp_path, text))))
+    (begun / 'metrics.jsonl').write_text('')
+    for line, code, message in (
+        ('diagnose', 2, 'at least one RUN_OR_CONFIG'),
+        ('diagnose nano --only simlarity', 2, "unknown diagnostic 'simlarity'; did you mean 'similarity'?"),
+        ('diagnose nano --rows 0', 2, '--rows 0 must be at least 1'),
+        ('diagnose runs/nix', 66, "'runs/nix' does not exist"),
+        ('diagnose begun', 66, 'has no checkpoint yet'),
+    ):
+        assert cli.main(line.split()) == code
+        assert message in capsys.readouterr().err, line
