@@ -10,13 +10,16 @@ if TYPE_CHECKING:
     from spannorm_jax.config import Config as Config
     from spannorm_jax.config import ModelConfig as ModelConfig
     from spannorm_jax.config import edit as edit
+    from spannorm_jax.coordinates import coordinate_check as coordinate_check
     from spannorm_jax.layers import Attention as Attention
     from spannorm_jax.layers import Mlp as Mlp
     from spannorm_jax.layers import Norm as Norm
     from spannorm_jax.load import load_config as load_config
+    from spannorm_jax.mla import LatentAttention as LatentAttention
     from spannorm_jax.model import LM as LM
     from spannorm_jax.model import Block as Block
     from spannorm_jax.model import Stack as Stack
+    from spannorm_jax.moe import Moe as Moe
     from spannorm_jax.topology import TOPOLOGIES as TOPOLOGIES
     from spannorm_jax.topology import Topology as Topology
     from spannorm_jax.train import fit as fit
@@ -25,9 +28,12 @@ __version__ = '0.1.0'
 
 _HOME = {
     'config': ('Config', 'ModelConfig', 'edit'),
+    'coordinates': ('coordinate_check',),
     'layers': ('Attention', 'Mlp', 'Norm'),
     'load': ('load_config',),
+    'mla': ('LatentAttention',),
     'model': ('Block', 'LM', 'Stack'),
+    'moe': ('Moe',),
     'topology': ('TOPOLOGIES', 'Topology'),
     'train': ('fit',),
 }

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from spannorm_jax import parametrization
 from spannorm_jax.errors import CheckFailed, UserError
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.sharding import constrain, pieces, spec, target
@@ -239,13 +240,27 @@ def attention(
     stats: bool = False,
 ) -> tuple[Float[Array, 'B T N J'], dict[str, Array]]:
     """softmax(cap(scale q k) + mask) v by the chosen kernel, and statistics where asked for."""
-    T, scale = q_BTNH.shape[1], cfg.resolved_head_dim**-0.5 if cfg.attn_scale is None else cfg.attn_scale
+    T, scale = q_BTNH.shape[1], parametrization.attn_scale(cfg)
     name, _ = choose_kernel(cfg, T, causal)
     out_BTNJ = KERNELS[name].run(q_BTNH, k_BSKH, v_BSKJ, segments_BT, problem(cfg, T, causal), scale)
     if not stats:
         return out_BTNJ, {}
     real_BT = jnp.ones((1, T), bool) if segments_BT is None else segments_BT > 0
     return out_BTNJ, attention_stats(q_BTNH, k_BSKH, may_see(T, segments_BT, causal), real_BT, scale, cfg.attn_soft_cap)
+
+
+def masked_attention(
+    cfg: ModelConfig,
+    q_BTNH: Float[Array, 'B T N H'],
+    k_BSKH: Float[Array, 'B S K H'],
+    v_BSKJ: Float[Array, 'B S K J'],
+    mask_BTS: Bool[Array, '#B T S'],
+    stats: bool = False,
+) -> tuple[Float[Array, 'B T N J'], dict[str, Array]]:
+    """The same by the reference, for any mask: the T queries need not stand at the S positions of the keys."""
+    scale, cap = parametrization.attn_scale(cfg), cfg.attn_soft_cap
+    out_BTNJ = attend_in_parts(q_BTNH, k_BSKH, v_BSKJ, mask_BTS, scale, cap)
+    return out_BTNJ, attention_stats(q_BTNH, k_BSKH, mask_BTS, mask_BTS.any(-1), scale, cap) if stats else {}
 
 
 def verify_kernel(cfg: ModelConfig, T: int) -> str | None:

@@ -98,6 +98,83 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Verify:
+    """Check every committed checkpoint of RUN against its manifest: exit 65 where a file is not what was written.
+
+    Example: spannorm verify runs/nano-1a2b3c4d
+    """
+
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """Folder of a run."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue texts with RUN's newest checkpoint.
+
+    A single prompt's text appears as it is made; of several, each when all are done.
+
+    Example: spannorm generate runs/nano-1a2b3c4d --prompt 'def main' --temperature 0.8 --top-p 0.95
+    """
+
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """Folder of a run."""
+    prompt: tuple[str, ...] = ('',)
+    """What to continue; several make one batch."""
+    max_tokens: int = 128
+    temperature: float = 1.0
+    """0 takes the most likely token each time."""
+    top_k: int | None = None
+    """Only the k most likely tokens."""
+    top_p: float | None = None
+    """Only the smallest set of the most likely tokens that together have this probability."""
+    min_p: float | None = None
+    """Only tokens at least this many times as likely as the most likely one."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a text; they are left out."""
+    seed: int = 0
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write RUN's newest checkpoint to DIR as Hugging Face lays a model out: config.json, model.safetensors, tokenizer files.
+
+    Topology pre becomes a Llama that transformers opens; every other one brings a torch file (trust_remote_code).
+
+    Example: spannorm export runs/nano-1a2b3c4d exported
+    """
+
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """Folder of a run."""
+    dir: Annotated[str, Positional, tyro.conf.arg(metavar='DIR')]
+    """New or empty folder."""
+    model_type: str | None = None
+    """llama, gemma2, olmo2, hyperclovax, deepseek_v2, deepseek_v3 (where they can express the model) or spannorm_jax; None chooses."""
+    shard_gb: float = 4.0
+    """Largest file, in 10^9 bytes."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make RUN from DIR, a model in Hugging Face's layout on this disk: to evaluate, sample and export it. No code of DIR is run.
+
+    Example: spannorm import exported runs/imported
+    """
+
+    dir: Annotated[str, Positional, tyro.conf.arg(metavar='DIR')]
+    """Folder with config.json and model.safetensors, or shards of it."""
+    run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
+    """New or empty folder."""
+    seq: int | None = None
+    """Tokens per row in evaluations; None means max_position_embeddings."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Plan:
     """Compile the train step of CONFIG ahead of time for chips that are not here: memory, FLOPs, collectives; exit 1 if too large.
 
@@ -115,6 +192,71 @@ class Plan:
     """--search: how many candidates to compile at most."""
     json: bool = False
     """Print the plan as JSON."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Run what experiment ID lacks and draw its figure; without ID, list all experiments with their cost and state.
+
+    Ctrl-C saves all runs and stops; the same command goes on. Runs that experiments share are trained once.
+
+    Example: spannorm experiment fig02 --scale nano
+    """
+
+    id: Annotated[str | None, Positional, tyro.conf.arg(metavar='ID')] = None
+    """Name of a file in experiments/ (fig02, table2, T4), or path of such a file."""
+    scale: Literal['smoke', 'nano', 'gpu', 'paper'] = 'nano'
+    """smoke: seconds, to see that it works. nano: 2 CPU cores. gpu: one GPU. paper: the published size, on a pod."""
+    launcher: Literal['local', 'submitit', 'skypilot'] = 'local'
+    """local: this machine. submitit: a SLURM job array, one job per run. skypilot: writes a task file for `sky jobs launch`."""
+    submit: tuple[str, ...] = ()
+    """submitit, skypilot: KEY=VALUE for the scheduler, as in: --submit slurm_partition=gpu gpus_per_node=8 timeout_min=600"""
+    jobs: int | None = None
+    """local: runs side by side; None means one per core at smoke and nano, one at gpu and paper."""
+    root: str = 'runs'
+    """Folder of the run directories."""
+    results: str = 'results'
+    """Folder of rows and figures: <results>/<scale>/<ID>.json and .png."""
+    redraw: bool = False
+    """Run nothing; draw the figure again from the rows in `results`."""
+    configs: bool = False
+    """Run nothing; write config.json of each missing run into its folder, as for `spannorm plan` or `train`, and print the paths."""
+    json: bool = False
+    """Print the list, or the rows, as JSON."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All kept results as one HTML page: question, what was run, figure, table, verdict, cost, and how to run it again.
+
+    Example: spannorm report --out report.html
+    """
+
+    results: str = 'results'
+    """Folder of rows, as `spannorm experiment` writes them."""
+    out: str = 'report.html'
+    markdown: str | None = None
+    """Also write the page as Markdown to this file."""
+    json: bool = False
+    """Print {id, scale, status, reason, runs, minutes} of each result."""
+
+
+@dataclass(frozen=True)
+class Theory:
+    """SpanNorm's theory against measurements at initialisation: gradient law, identity path, branches, first block, assumptions.
+
+    Example: spannorm theory --only T1 --depths 8 32 128 --seeds 5
+    """
+
+    only: tuple[str, ...] = ()
+    """Some of T1 T5 T6 T8 T11; all by default."""
+    depths: tuple[int, ...] = (8, 32, 128, 512)
+    """Numbers of blocks."""
+    seeds: int = 5
+    """How many seeds, 0, 1, ...; intervals are over them."""
+    activations: tuple[str, ...] = ('swiglu', 'gelu', 'relu')
+    """FFN kinds of T1 and T6; the others use the first."""
+    json: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,8 +310,15 @@ COMMANDS = {
     'train': Command(Train, commands.train, True),
     'prepare': Command(Prepare, commands.prepare),
     'eval': Command(Eval, commands.evaluate),
+    'verify': Command(Verify, commands.verify),
+    'generate': Command(Generate, commands.generate),
+    'export': Command(Export, commands.export),
+    'import': Command(Import, commands.import_),
     'audit': Command(Audit, commands.audit, True),
     'plan': Command(Plan, commands.plan, True),
+    'theory': Command(Theory, commands.theory),
+    'experiment': Command(Experiment, commands.experiment),
+    'report': Command(Report, commands.report),
     'diagnose': Command(Diagnose, commands.diagnose),
     'topologies': Command(Topologies, commands.topologies),
     'doctor': Command(Doctor, commands.doctor),

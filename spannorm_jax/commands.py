@@ -5,10 +5,12 @@ Whatever computes is imported where it is used: jax takes seconds to load, and `
 
 import json
 import math
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spannorm_jax.errors import CheckFailed, UserError
+from spannorm_jax.errors import BadData, CheckFailed, UserError
 from spannorm_jax.load import find_run
 
 if TYPE_CHECKING:
@@ -74,6 +76,84 @@ def evaluate(args: 'cli.Eval') -> int:
     return 0
 
 
+def verify(args: 'cli.Verify') -> int:
+    from spannorm_jax.manifest import verify
+
+    found = verify(find_run(args.run))
+    if args.json:
+        print_json(found)
+    else:
+        for row in found['checkpoints']:
+            print(f'step {row["step"]:>8}  {row["status"]:11}  {row["files"]:>5} files  {row["bytes"]:>15,} bytes')
+            print(''.join(f'  {problem}\n' for problem in row['problems']), end='')
+        for name in found['leftovers']:
+            print(f'left over: {name} (training removes it when it goes on)')
+        print(f'{sum(r["bytes"] for r in found["checkpoints"]) / 1e6:,.1f} MB in {found["seconds"]:.1f} s')
+    if bad := [row for row in found['checkpoints'] if row['problems']]:
+        raise BadData('; '.join(f'step {row["step"]} of {args.run!r} is damaged: {row["problems"][0]}' for row in bad))
+    return 0
+
+
+def generate(args: 'cli.Generate') -> int:
+    from spannorm_jax import generate as g
+    from spannorm_jax.score import load_run
+
+    sampling = g.Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    cfg, lm, params, step, tokenizer, mesh = load_run(find_run(args.run), args.mesh)
+    alone = len(args.prompt) == 1 and not args.json
+    if alone:
+        print(args.prompt[0], end='', flush=True)
+
+    def say(row, piece):
+        if alone:
+            print(piece, end='', flush=True)
+
+    made = g.generate(lm, params, tokenizer, args.prompt, args.max_tokens, sampling, args.seed, args.stop, say, mesh)
+    if alone:
+        print()
+    elif args.json:
+        texts = [c._asdict() for c in made.completions]
+        print_json({'run': args.run, 'step': step, 'seed': args.seed, 'completions': texts, 'tokens_per_s': made.tokens_per_s})
+    else:
+        for c in made.completions:
+            print(f'--- {c.prompt!r} ({c.finish})\n{c.prompt}{c.text}')
+    count = sum(len(c.tokens) for c in made.completions)
+    beyond = f'; longer than the {cfg.data.seq} tokens of a row in training' if args.max_tokens > cfg.data.seq else ''
+    print(f'step {step}, {count} tokens, {made.tokens_per_s:.0f} tokens/s{beyond}', file=sys.stderr)
+    return 0
+
+
+def export(args: 'cli.Export') -> int:
+    from spannorm_jax.config import MeshConfig
+    from spannorm_jax.interop import save_hf
+    from spannorm_jax.score import load_run
+
+    if args.shard_gb <= 0:
+        raise UserError(f'export: --shard-gb {args.shard_gb} must be above 0')
+    loaded = load_run(find_run(args.run), MeshConfig())
+    options = {'model_type': args.model_type, 'positions': loaded.cfg.data.seq, 'shard_bytes': int(args.shard_gb * 1e9)}
+    kind = save_hf(loaded.cfg.model, loaded.params, args.dir, tokenizer=loaded.tokenizer, **options)
+    if args.json:
+        print_json({'run': args.run, 'step': loaded.step, 'dir': args.dir, 'model_type': kind})
+    else:
+        print(f'{args.dir}: {kind}, step {loaded.step} of {args.run}')
+    return 0
+
+
+def import_(args: 'cli.Import') -> int:
+    from spannorm_jax.interop.runs import import_run
+    from spannorm_jax.rundir import model_line
+
+    if args.seq is not None and args.seq < 1:
+        raise UserError(f'import: --seq {args.seq} must be at least 1')
+    cfg = import_run(Path(args.dir), Path(args.run), args.seq)
+    if args.json:
+        print_json({'dir': args.dir, 'run': args.run, 'topology': cfg.model.topology, 'tokenizer': cfg.data.tokenizer})
+    else:
+        print(f'{args.run}: {model_line(cfg).rsplit(", ", 1)[0]}, tokenizer {Path(cfg.data.tokenizer).name}')
+    return 0
+
+
 def audit(args: 'cli.Audit') -> int:
     from spannorm_jax.audit import audit, grouped, span_of
 
@@ -125,9 +205,98 @@ def plan(args: 'cli.Plan') -> int:
     return 0
 
 
-def diagnose(args: 'cli.Diagnose') -> int:
-    from pathlib import Path
+def experiment(args: 'cli.Experiment') -> int:
+    if args.jobs is not None and args.jobs < 1:
+        raise UserError(f'experiment: --jobs {args.jobs} must be at least 1')
+    import jax
 
+    jax.config.update('jax_platforms', 'cpu')  # the runs compute, in processes of their own: this one must not take their devices
+    from spannorm_jax import launchers, sweep
+    from spannorm_jax.experiment import known, load_experiment, load_rows, result_path
+    from spannorm_jax.progress import Progress
+
+    results = Path(args.results)
+    if args.id is None:
+        rows = [sweep.state(load_experiment(id, args.root), args.scale, results) for id in known()]
+        if args.json:
+            print_json(rows)
+            return 0
+        table = new_table('id', 'what', '>runs', '>core-min', 'state')
+        for r in rows:
+            cost = f'{r["minutes_spent"]:.0f}' + (f' + about {r["minutes_left"]:.0f}' if r['minutes_left'] else '')
+            table.add_row(r['id'], r['title'], str(r['runs']), cost, r['state'])
+        show(table)
+        print(f'scale {args.scale}; runs that experiments share are trained once, and counted in each')
+        return 0
+    exp = load_experiment(args.id, args.root)
+    path = result_path(results, args.scale, exp.id)
+    if args.redraw:
+        rows = load_rows(path)
+        sweep.draw(exp, rows, path.with_suffix('.png'))
+    elif args.configs or args.launcher != 'local':
+        todo = sweep.missing(exp, exp.all_runs(args.scale))
+        configs = sweep.write_configs(todo)
+        if configs and args.launcher != 'local':
+            print(launchers.launch(args.launcher, exp.id, args.scale, configs, args.submit))
+        else:
+            print('\n'.join(map(str, configs)) if configs else f'{exp.id}: no run is missing at scale {args.scale}')
+        return 0
+    else:
+        with Progress() as progress:
+            rows = sweep.run(exp, args.scale, results, args.jobs, lambda *now: progress.advance('sweep', exp.id, *now))
+    if rows is None:
+        print(f'spannorm: {exp.id}: interrupted, all runs have saved; run the same command again to go on', file=sys.stderr)
+        return sweep.INTERRUPTED
+    if args.json:
+        print_json(rows)
+        return 0
+    status, reason = exp.verdict(rows)
+    lost = sum(row['status'] == 'diverged' for row in rows)
+    print(f'{exp.id}, scale {args.scale}: {len(rows)} runs, {lost} diverged, {sum(row["minutes"] for row in rows):.1f} core-minutes')
+    print(f'  {exp.question}\n  {status}: {reason}\n  rows: {path}\n  figure: {path.with_suffix(".png")}')
+    return 0
+
+
+def report(args: 'cli.Report') -> int:
+    from spannorm_jax import results_page
+    from spannorm_jax.checkpoint import disk_errors
+
+    folder = Path(args.results)
+    pages = {args.out: results_page.html_page(folder)}
+    if args.markdown is not None:
+        pages[args.markdown] = results_page.markdown_page(folder, os.path.relpath(folder, Path(args.markdown).parent))
+    for name, text in pages.items():
+        with disk_errors('write', Path(name)):
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(text, 'utf-8')
+    found = list(results_page.results(folder))
+    if args.json:
+        print_json([r.verdict._asdict() | {'id': r.exp.id, 'scale': r.scale, 'runs': len(r.rows), 'minutes': r.minutes} for r in found])
+        return 0
+    for r in found:
+        print(f'{r.exp.id:8} {r.scale:6} {r.verdict.status:15} {r.exp.title}')
+    print(f'{len(found)} results: {", ".join(pages)}')
+    return 0
+
+
+def theory(args: 'cli.Theory') -> int:
+    from spannorm_jax.theory import show as shown
+    from spannorm_jax.theory import theory
+
+    found = theory(args.only, args.depths, args.seeds, args.activations, lambda text: print(text, file=sys.stderr))
+    if args.json:
+        print_json(shown.plain(found))
+        return 0
+    for title, heads, rows in (*shown.comparison(found), *shown.tables(found)):
+        table = new_table(*heads)
+        for row in rows:
+            table.add_row(*row)
+        print(f'{title} (mean and 95% interval over {args.seeds} seeds)')
+        show(table)
+    return 0
+
+
+def diagnose(args: 'cli.Diagnose') -> int:
     from spannorm_jax.diagnose import as_json, diagnose
 
     if not args.targets:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from spannorm_jax.config import Config, to_dict
 from spannorm_jax.load import find_run, read_config
 from spannorm_jax.plot import SMOOTHING, column, trailing_mean
-from spannorm_jax.rundir import flat
+from spannorm_jax.resume import flat
 
 COLORS = ('#1f5fa8', '#d9701a', '#2f8f5b', '#a33b6f', '#6b5bb0', '#7a6a3a')
 

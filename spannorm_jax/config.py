@@ -145,6 +145,14 @@ class RunConfig:
     """Also keep every checkpoint whose step is a multiple of this; 0 keeps none."""
     nonfinite: Literal['stop', 'skip', 'rollback'] = 'stop'
     """When a loss or gradient is not finite: stop; leave that update out; or go back to the last checkpoint and leave its data out."""
+    hang_s: float = 1800.0
+    """Seconds without a step, or a batch of an evaluation, after which stacks are written and the run ends with exit code 71; 0 never."""
+    resume: Literal['auto', 'must'] = 'auto'
+    """auto: go on from the newest checkpoint, or begin where there is none; must: that there is none is an error."""
+    torn: Literal['stop', 'previous'] = 'stop'
+    """When the newest checkpoint is not what its manifest says: stop; or set it aside, and go on from the one before."""
+    accept: tuple[str, ...] = ()
+    """Dotted names of fields that this start may change though the run goes on as another one (docs/reliability.md)."""
     root: str = 'runs'
     """Folder of the run directories."""
     dir: str | None = None
@@ -158,6 +166,7 @@ class RunConfig:
         positive(self, 'keep')
         check_range(self, ('steps', 'seed', 'stats_every', 'eval_every', 'checkpoint_every', 'keep_every'), 0)
         check_range(self, ('eval_tokens',), 1)
+        check_range(self, ('hang_s',), 0)
 
 
 @dataclass(frozen=True)
@@ -175,9 +184,13 @@ class Config:
         check_types(self)
         if not self.name or not all(ch.isalnum() or ch in '._-' for ch in self.name) or self.name.startswith('.'):
             raise UserError(f'name = {self.name!r} must be letters, digits, ".", "_" or "-", and not start with "."')
+        if self.optim.optimizer == 'muon' and self.model.parametrization != 'standard':
+            raise UserError(f'model.parametrization = {self.model.parametrization!r} is for Adam; use optim.optimizer adamw')
         if self.data.batch % self.optim.accumulate:
             raise UserError(f'optim.accumulate = {self.optim.accumulate} does not divide data.batch = {self.data.batch}')
 
+
+_DEFAULT = Config()
 
 # Fields that say how a run is computed, watched and kept, not what it computes (up to rounding): they are outside its identity, and
 # may change when it goes on.
@@ -186,17 +199,35 @@ HOW_NOT_WHAT = {
     'data': ('workers', 'cache'),
     'optim': ('loss_chunk',),
     'mesh': ('replica', 'data', 'fsdp', 'expert', 'sequence', 'tensor', 'devices', 'platform'),
-    'run': ('root', 'dir', 'sinks', 'log_every', 'stats_every', 'eval_every', 'checkpoint_every', 'keep', 'keep_every'),
+    'run': (
+        'root',
+        'dir',
+        'sinks',
+        'log_every',
+        'stats_every',
+        'eval_every',
+        'checkpoint_every',
+        'keep',
+        'keep_every',
+        'hang_s',
+        'resume',
+        'torn',
+        'accept',
+    ),  # fmt: skip
 }
 
 
 def run_id(cfg: Config) -> str:
-    """`<name>-<hash8>`, the hash over every field that can change a number of the run."""
-    tree = to_dict(cfg)
-    for section, names in HOW_NOT_WHAT.items():
-        for name in names:
-            del tree[section][name]
-    text = json.dumps(tree, sort_keys=True)
+    """`<name>-<hash8>`, the hash over every field that can change a number of the run and is not at its default.
+
+    So a field that is added later renames no run; a default that changes is found when config.json, which has every field, is compared.
+    """
+    told: dict[str, Any] = {'name': cfg.name}
+    for section, default in vars(_DEFAULT).items():
+        if section != 'name':
+            own, outside = vars(getattr(cfg, section)), HOW_NOT_WHAT.get(section, ())
+            told[section] = {k: own[k] for k, v in vars(default).items() if k not in outside and own[k] != v}
+    text = json.dumps(told, sort_keys=True)
     return f'{cfg.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}'
 
 

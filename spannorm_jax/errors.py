@@ -28,6 +28,12 @@ class MissingInput(UserError):
     exit_code = 66
 
 
+class Hung(UserError):
+    """A run that no longer moved: exit code 71."""
+
+    exit_code = 71
+
+
 class StorageError(UserError):
     """Full, read-only or failing disk: exit code 74."""
 

@@ -6,8 +6,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +18,8 @@ from spannorm_jax.chips import PEAK_FLOPS
 from spannorm_jax.config import Config
 from spannorm_jax.errors import UserError
 from spannorm_jax.model import flops_per_token
+
+T = TypeVar('T')
 
 try:
     import fcntl
@@ -67,7 +70,7 @@ class Signals:
     """
 
     def __init__(self):
-        self.seen = False
+        self.seen, self.breaking = False, False
         names = [name for name in ('SIGTERM', 'SIGINT', 'SIGUSR1') if hasattr(signal, name)]
         self.numbers = [getattr(signal, n) for n in names] if threading.current_thread() is threading.main_thread() else []
         self.before: dict[int, Any] = {}
@@ -83,6 +86,20 @@ class Signals:
         if self.seen:
             raise Interrupted('interrupted before the first step')
 
+    @contextlib.contextmanager
+    def heard_at_once(self) -> Iterator[None]:
+        """While entered, in a run of one process, a signal raises Interrupted: for a wait that nothing else ends, such as for data."""
+        if distributed.several():  # the others would wait for this one in the next step
+            yield
+            return
+        self.breaking = True
+        try:
+            if self.seen:
+                raise Interrupted('interrupted')
+            yield
+        finally:
+            self.breaking = False
+
     def __enter__(self) -> 'Signals':
         for number in self.numbers:
             self.before[number] = signal.signal(number, self._on_signal)
@@ -94,10 +111,32 @@ class Signals:
         if number == signal.SIGINT:  # a step or a compilation can last: say that it was heard
             os.write(2, b'\ninterrupted: saving and stopping; Ctrl-C again leaves at once, without saving\n')
         self.seen = True
+        if self.breaking:
+            raise Interrupted('interrupted')
 
     def __exit__(self, *_) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+
+def patiently(work: Callable[[], T], check: Callable[[], None]) -> T:
+    """What `work` gives, or raises: in a thread, for XLA's compiler hears no signal. `check`, which may raise, is asked meanwhile."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as e:
+            found.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    while True:
+        check()
+        try:
+            return found.result(0.1)
+        except TimeoutError:
+            if found.done():  # the work's own
+                raise
 
 
 class Clock:

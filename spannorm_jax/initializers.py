@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spannorm_jax import parametrization
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.topology import TOPOLOGIES, Recipe
 
@@ -62,6 +63,11 @@ class Param(nn.meta.AxisMetadata):
     def remove_axis(self, index, params):
         return dataclasses.replace(self, axes=self.axes[:index] + self.axes[index + 1 :])
 
+    @classmethod
+    def from_nnx_metadata(cls, metadata):
+        """Back from a variable of NNX (flax.nnx.bridge), which has attributes of its own besides ours."""
+        return cls(**{f.name: metadata[f.name] for f in dataclasses.fields(cls)})
+
 
 def is_param(x: Any) -> bool:
     return isinstance(x, Param)
@@ -89,14 +95,17 @@ def recipe(cfg: ModelConfig) -> Recipe:
 def matrix_init(cfg: ModelConfig, name: str, fan_in: int, fan_out: int) -> Init:
     """Initial distribution of the matrix `name` (embed, head, q, k, v, o, gate, up, down) under the config's recipe.
 
-    std = base * gain(name), base = sigma, 1/sqrt(fan_in) or Xavier's sqrt(2 / (fan_in + fan_out)).
+    std = base * gain(name), base = sigma, 1/sqrt(fan_in) or Xavier's sqrt(2 / (fan_in + fan_out)); under mup and completep that of the
+    base model times `parametrization.init_factor`.
     """
-    r = recipe(cfg)
+    r = recipe(parametrization.base(cfg))
     special = {'embed': r.embed, 'head': r.head}.get(name)
     if special is not None:
         return Init(special)
+    if cfg.parametrization != 'standard':
+        fan_in, fan_out = parametrization.base_fans(cfg, name, fan_in, fan_out)
     base = {'fan_in': fan_in**-0.5, 'xavier': (2 / (fan_in + fan_out)) ** 0.5}[r.std] if isinstance(r.std, str) else r.std
-    return Init(base * r.gains.get(name, 1.0))
+    return Init(base * r.gains.get(name, 1.0) * parametrization.init_factor(cfg, name))
 
 
 def draw(params: list[tuple[str, range | None, Param]], key: jax.Array) -> list[jax.Array]:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spannorm_jax.attention import attention
+from spannorm_jax.attention import attention, masked_attention
+from spannorm_jax.cache import Past, extend
 from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import Init, make, matrix_init
 from spannorm_jax.model_config import ModelConfig
@@ -26,6 +27,7 @@ class Context(NamedTuple):
     real_BT: Array | None  # False for padding; None: there is none
     rope_BTh: tuple[Array, Array] | None  # cos and sin
     dropout_key: Array | None = None  # None: no dropout
+    past: Past | None = None  # None: these positions are all there are
     embed_norm: tuple[Array, ...] | None = None  # weights of the norm that the first block applies; None: `enter` did, or there is none
 
 
@@ -41,13 +43,14 @@ def context(
     positions_BT: Int[Array, 'B T'],
     segments_BT: Int[Array, 'B T'] | None = None,
     dropout_key: Array | None = None,
+    past: Past | None = None,
 ) -> Context:
     """Segments and rotary angles of packed rows; segment 0 is padding. Without document_mask a row is one document."""
     real_BT = None if segments_BT is None else segments_BT > 0
-    if not cfg.document_mask:
+    if not cfg.document_mask and past is None:
         positions_BT, segments_BT = jnp.broadcast_to(jnp.arange(positions_BT.shape[1]), positions_BT.shape), None
     rope = None if cfg.positions == 'none' else rope_angles(positions_BT, cfg.rotated_dim, cfg.rope_theta)
-    return Context(segments_BT, real_BT, rope, dropout_key)
+    return Context(segments_BT, real_BT, rope, dropout_key, past)
 
 
 def rope_angles(positions_BT: Int[Array, 'B T'], head_dim: int, theta: float) -> tuple[Array, Array]:
@@ -147,25 +150,16 @@ class Attention(nn.Module):
     """Multi-head or grouped-query attention with its output projection: (B, T, D) -> (B, T, D) and statistics.
 
     `norms`: 'qkv' norms q, k and v over each head before RoPE; 'inner' norms the concatenated heads before the output projection.
+    `held`: what the positions before these left, where `ctx.past` is set; the statistics then have what these leave, as `cache`.
     """
 
     cfg: ModelConfig
     causal: bool = True
 
     @nn.compact
-    def __call__(self, x_BTD: Float[Array, 'B T D'], ctx: Context, norms: str = '', stats: bool = False):
+    def __call__(self, x_BTD: Float[Array, 'B T D'], ctx: Context, norms: str = '', stats: bool = False, held: Any = None):
         cfg, dtype, D = self.cfg, jnp.dtype(self.cfg.dtype), x_BTD.shape[-1]
-        q_BTNH, k_BSKH, v_BSKJ = self.project(x_BTD.astype(dtype))
-        kind = 'head' if norms == 'qkv' and cfg.qk_norm == 'none' else cfg.qk_norm
-        q_BTNH, k_BSKH = self.head_norm('q', q_BTNH, kind), self.head_norm('k', k_BSKH, kind)
-        v_BSKJ = self.head_norm('v', v_BSKJ, 'head' if norms == 'qkv' or cfg.v_norm else 'none')
-        if ctx.rope_BTh is not None:
-            q_BTNH, k_BSKH = (rope(z, *ctx.rope_BTh, cfg.positions == 'rope_interleaved') for z in (q_BTNH, k_BSKH))
-        # Where rows are split along their positions, queries stay where they are and keys and values are gathered.
-        q_BTNH = constrain(q_BTNH, 'rows', 'positions', 'heads', None)
-        k_BSKH, v_BSKJ = (constrain(z, 'rows', None, 'kv', None) for z in (k_BSKH, v_BSKJ))
-        o_BTNJ, found = attention(cfg, q_BTNH, k_BSKH, v_BSKJ, ctx.segments_BT, self.causal, stats)
-
+        o_BTNJ, found = self.mix(x_BTD.astype(dtype), ctx, norms, stats, held)
         N, J = o_BTNJ.shape[2:]
         if norms == 'inner':
             o_BTNJ = Norm(cfg, name='norm_inner')(o_BTNJ.reshape(*o_BTNJ.shape[:2], N * J)).reshape(o_BTNJ.shape)
@@ -176,6 +170,27 @@ class Attention(nn.Module):
         if cfg.attn_bias:
             out_BTD += make(self, 'o_bias', (D,), ('width',), 'bias', Init())
         return out_BTD, found
+
+    def mix(self, x_BTD: Float[Array, 'B T D'], ctx: Context, norms: str, stats: bool, held: Any) -> tuple[Array, dict[str, Any]]:
+        """What each head gathers, (B, T, N, J), and statistics."""
+        cfg = self.cfg
+        q_BTNH, k_BSKH, v_BSKJ = self.project(x_BTD)
+        kind = 'head' if norms == 'qkv' and cfg.qk_norm == 'none' else cfg.qk_norm
+        q_BTNH, k_BSKH = self.head_norm('q', q_BTNH, kind), self.head_norm('k', k_BSKH, kind)
+        v_BSKJ = self.head_norm('v', v_BSKJ, 'head' if norms == 'qkv' or cfg.v_norm else 'none')
+        q_BTNH, k_BSKH = self.turn(q_BTNH, ctx), self.turn(k_BSKH, ctx)
+        # Where rows are split along their positions, queries stay where they are and keys and values are gathered.
+        q_BTNH = constrain(q_BTNH, 'rows', 'positions', 'heads', None)
+        k_BSKH, v_BSKJ = (constrain(z, 'rows', None, 'kv', None) for z in (k_BSKH, v_BSKJ))
+        if ctx.past is None:
+            return attention(cfg, q_BTNH, k_BSKH, v_BSKJ, ctx.segments_BT, self.causal, stats)
+        new = {'k': k_BSKH, 'v': v_BSKJ}
+        known = extend(held, new, ctx.past.start)
+        o_BTNJ, found = masked_attention(cfg, q_BTNH, known['k'], known['v'], ctx.past.mask_BTS, stats)
+        return o_BTNJ, found | {'cache': new}
+
+    def turn(self, x_BTNH: Float[Array, 'B T N H'], ctx: Context) -> Float[Array, 'B T N H']:
+        return x_BTNH if ctx.rope_BTh is None else rope(x_BTNH, *ctx.rope_BTh, self.cfg.positions == 'rope_interleaved')
 
     def project(self, x_BTD: Float[Array, 'B T D']) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B S K H'], Float[Array, 'B S K J']]:
         """Queries, keys and values before their norms and RoPE."""

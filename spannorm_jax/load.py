@@ -1,12 +1,12 @@
 """Where a configuration comes from: a bare name, a Python file with `get()`, or the config.json of a run. Imports no jax."""
 
-import json
 import runpy
 import traceback
 from pathlib import Path
 
 from spannorm_jax.config import Config, edit, from_dict
-from spannorm_jax.errors import BadData, MissingInput, UserError, nearest
+from spannorm_jax.errors import MissingInput, UserError, nearest
+from spannorm_jax.json_file import read_json
 
 
 def folder(kind: str) -> Path:
@@ -62,10 +62,7 @@ def find_run(text: str) -> Path:
 def read_config(run: Path) -> Config:
     """The config.json of a run."""
     path = run / 'config.json'
-    try:
-        tree = json.loads(path.read_text('utf-8'))
-    except (ValueError, RecursionError) as e:
-        raise BadData(f'{str(path)!r} is not JSON: {e}') from None
+    tree = read_json(path)
     try:
         return from_dict(Config, tree)
     except UserError as e:

@@ -1,12 +1,16 @@
 """Multi-head latent attention. Axes as in layers.py; C width of a compressed vector."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from spannorm_jax.attention import masked_attention
+from spannorm_jax.cache import extend
 from spannorm_jax.initializers import make, matrix_init
-from spannorm_jax.layers import Attention, Norm, to_heads
+from spannorm_jax.layers import Attention, Context, Norm, to_heads
+from spannorm_jax.sharding import constrain
 
 
 class LatentAttention(Attention):
@@ -20,24 +24,52 @@ class LatentAttention(Attention):
     """
 
     def project(self, x_BTD: Float[Array, 'B T D']) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B S N H'], Float[Array, 'B S N J']]:
-        cfg, D, N = self.cfg, x_BTD.shape[-1], self.cfg.heads
+        q_BTNH, c_BSC, turned_BS1H = self.compressed(x_BTD)
+        still_BSNH = to_heads(c_BSC, *self.heads('k'))
+        k_BSNH = jnp.concatenate([still_BSNH, jnp.broadcast_to(turned_BS1H, (*still_BSNH.shape[:3], self.cfg.rope_dim))], axis=-1)
+        return q_BTNH, k_BSNH, to_heads(c_BSC, *self.heads('v'))
 
-        def linear(name, x, shape, axes, like=None):
-            fan_in, fan_out = shape[0], math.prod(shape[1:])
-            w = make(self, name, shape, axes, 'read', matrix_init(cfg, like or name, fan_in, fan_out), fan_in)
-            return to_heads(x, w, axes) if len(shape) == 3 else jnp.einsum('BTC,CD->BTD', x, w.astype(x.dtype))
+    def mix(self, x_BTD: Float[Array, 'B T D'], ctx: Context, norms: str, stats: bool, held: Any) -> tuple[Array, dict[str, Any]]:
+        """With a cache, attention among compressed vectors, which are all that is remembered:
+
+          q . k = (W_k^T q) . c + the rope part;  sum_s p_s v_s = W_v sum_s p_s c_s    (section 2.1.2 of the source)
+
+        A norm of k or v per head stands in the way of that; keys and values themselves are then remembered.
+        """
+        cfg = self.cfg
+        if ctx.past is None or norms == 'qkv' or cfg.qk_norm != 'none' or cfg.v_norm:
+            return super().mix(x_BTD, ctx, norms, stats, held)
+        q_BTNH, c_BTC, k_BT1H = self.compressed(x_BTD)
+        still_BTNH, turned_BTNH = jnp.split(self.turn(q_BTNH, ctx), [cfg.nope_dim], axis=-1)
+        q_BTNC = jnp.einsum('BTNH,CNH->BTNC', still_BTNH, self.heads('k')[0].astype(x_BTD.dtype))
+        q_BTNC = constrain(jnp.concatenate([q_BTNC, turned_BTNH], axis=-1), 'rows', 'positions', 'heads', None)
+        new = {'latent': jnp.concatenate([c_BTC, self.turn(k_BT1H, ctx)[:, :, 0]], axis=-1)}
+        known_BS1C = extend(held, new, ctx.past.start)['latent'][:, :, None]
+        o_BTNC, found = masked_attention(cfg, q_BTNC, known_BS1C, known_BS1C[..., : cfg.kv_latent], ctx.past.mask_BTS, stats)
+        return jnp.einsum('BTNC,CNJ->BTNJ', o_BTNC, self.heads('v')[0].astype(x_BTD.dtype)), found | {'cache': new}
+
+    def compressed(self, x_BTD: Float[Array, 'B T D']) -> tuple[Float[Array, 'B T N H'], Float[Array, 'B S C'], Float[Array, 'B S 1 H']]:
+        """Queries, c, and the rope dimensions of the key, before RoPE."""
+        cfg, D, dtype = self.cfg, x_BTD.shape[-1], x_BTD.dtype
 
         def compress(name, width):
-            c_BTC = linear(f'{name}_a', x_BTD, (D, width), ('width', 'latent'))
-            return Norm(cfg, cfg.latent_norm_eps, name=f'norm_{name}_a')(c_BTC).astype(x_BTD.dtype)
+            c_BTC = jnp.einsum('BTD,DC->BTC', x_BTD, self.matrix(f'{name}_a', (D, width), ('width', 'latent')).astype(dtype))
+            return Norm(cfg, cfg.latent_norm_eps, name=f'norm_{name}_a')(c_BTC).astype(dtype)
 
-        def heads(name, x_BTC, dim):
-            axis = 'width' if x_BTC is x_BTD else 'latent'
-            return linear(name, x_BTC, (x_BTC.shape[-1], N, dim), (axis, 'heads', 'head_dim'))
+        q_BTNH = to_heads(x_BTD if cfg.q_latent is None else compress('q', cfg.q_latent), *self.heads('q'))
+        w_DH = self.matrix('k_rope', (D, cfg.rope_dim), ('width', 'head_dim'), like='k')
+        turned_BSH = jnp.einsum('BTD,DH->BTH', x_BTD, w_DH.astype(dtype))
+        return q_BTNH, compress('kv', cfg.kv_latent), turned_BSH[:, :, None]
 
-        q_BTNH = heads('q', x_BTD if cfg.q_latent is None else compress('q', cfg.q_latent), cfg.resolved_head_dim)
-        c_BSC = compress('kv', cfg.kv_latent)
-        turned_BS1H = linear('k_rope', x_BTD, (D, cfg.rope_dim), ('width', 'head_dim'), like='k')[:, :, None]
-        still_BSNH = heads('k', c_BSC, cfg.nope_dim)
-        k_BSNH = jnp.concatenate([still_BSNH, jnp.broadcast_to(turned_BS1H, (*still_BSNH.shape[:3], cfg.rope_dim))], axis=-1)
-        return q_BTNH, k_BSNH, heads('v', c_BSC, cfg.v_dim)
+    def heads(self, name: str) -> tuple[Float[Array, 'C N H'], tuple[str, ...]]:
+        """The weight that makes the heads of q, k or v, and its logical axes."""
+        cfg = self.cfg
+        direct = name == 'q' and cfg.q_latent is None
+        fan_in = (cfg.q_latent or cfg.width) if name == 'q' else cfg.kv_latent
+        dim = {'q': cfg.resolved_head_dim, 'k': cfg.nope_dim, 'v': cfg.v_dim}[name]
+        axes = 'width' if direct else 'latent', 'heads', 'head_dim'
+        return self.matrix(name, (fan_in, cfg.heads, dim), axes), axes
+
+    def matrix(self, name: str, shape: tuple[int, ...], axes: tuple[str, ...], like: str | None = None) -> Array:
+        init = matrix_init(self.cfg, like or name, shape[0], math.prod(shape[1:]))
+        return make(self, name, shape, axes, 'read', init, shape[0])

@@ -3,10 +3,11 @@
 Axes as in layers.py. Parameters of a run of blocks are stacked on a leading layer axis; `unstack` names them layer by layer.
 """
 
+import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from spannorm_jax import topology
+from spannorm_jax import cache as caches
+from spannorm_jax import parametrization, topology
 from spannorm_jax.embedding import look_up
 from spannorm_jax.initializers import Init, Param, draw, is_param, make, matrix_init
 from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, apply_norm, context, dropout, wide_product
@@ -57,6 +59,7 @@ class Block(nn.Module):
 
     Inside a Stack the constants are scanned. Alone, in a model of your own, `Block(cfg, layer=l)(x)` is block l (from 0) of
     cfg.layers on x (B, T, D), causal unless `causal=False`. `collect`: '' nothing, 'stats' scalars, 'tensors' activations as well.
+    `held` is what attention remembers of earlier positions (see cache.py).
     """
 
     cfg: ModelConfig
@@ -67,7 +70,9 @@ class Block(nn.Module):
     collect: str = ''
 
     @nn.compact
-    def __call__(self, stream: Any, coef: dict[str, Array] | None = None, ctx: Context | None = None) -> tuple[Any, dict[str, Array]]:
+    def __call__(
+        self, stream: Any, coef: dict[str, Array] | None = None, ctx: Context | None = None, held: Any = None
+    ) -> tuple[Any, dict[str, Any]]:
         cfg = self.cfg
         if coef is None:
             coef = {k: v[0] for k, v in coefficients(cfg, range(self.layer, self.layer + 1)).items()}
@@ -85,14 +90,17 @@ class Block(nn.Module):
             return out[site]
 
         def embedded(x):
-            if ctx.embed_norm is None:
+            weights = ctx.embed_norm
+            if weights is None:
                 return x
-            return jax.lax.cond(coef['layer'] == 0, lambda x: apply_norm(cfg, x, ctx.embed_norm), lambda x: x, x)
+            return jax.lax.cond(coef['layer'] == 0, lambda x: apply_norm(cfg, x, weights), lambda x: x, x)
 
         def sublayer(name, module, salt):
             def call(x, norms=''):
                 o, s = module(x, norms)
                 stats.update(s)
+                if (factor := parametrization.branch_scale(cfg, 'branch')) != 1:
+                    o *= factor
                 into[name], out[name] = x, dropout(o, cfg.dropout, None if key is None else jax.random.fold_in(key, salt))
                 return out[name]
 
@@ -105,12 +113,12 @@ class Block(nn.Module):
             if cfg.branch_gain != 'none':
                 shape = () if cfg.branch_gain == 'scalar' else o.shape[-1:]
                 o *= param(f'{site}_gain', shape, 'gate', const=cfg.branch_gain_init)
-            sums[site] = skip, o * cfg.branch_scale
+            sums[site] = skip, o * (cfg.branch_scale * parametrization.branch_scale(cfg, 'add'))
             return sum(sums[site])
 
         attn_module = (LatentAttention if cfg.attention == 'mla' else Attention)(cfg, self.causal, name='attn')
         ffn_module: Any = Moe(cfg, name='ffn') if moe else Mlp(cfg, name='ffn')
-        attn = sublayer('attn', lambda x, norms: attn_module(x, ctx, norms, bool(self.collect)), 0)
+        attn = sublayer('attn', lambda x, norms: attn_module(x, ctx, norms, bool(self.collect), held), 0)
         ffn = sublayer('ffn', lambda x, norms: ffn_module(x, ctx.real_BT, norms) if moe else (ffn_module(x, norms), {}), 1)
         c = SimpleNamespace(cfg=cfg, param=param, add=add, embedded=embedded, **coef)
         stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
@@ -185,7 +193,9 @@ class Stack(nn.Module):
     collect: str = ''
 
     @nn.compact
-    def __call__(self, x_BTD: Float[Array, 'B T D'], ctx: Context | None = None) -> tuple[Float[Array, 'B T D'], dict[str, Any]]:
+    def __call__(
+        self, x_BTD: Float[Array, 'B T D'], ctx: Context | None = None, held: list[Any] | None = None
+    ) -> tuple[Float[Array, 'B T D'], dict[str, Any]]:
         cfg, entry = self.cfg, topology.TOPOLOGIES[self.cfg.topology]
         if ctx is None:
             ctx = context(cfg, jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2]))
@@ -206,13 +216,13 @@ class Stack(nn.Module):
                 block,
                 variable_axes={'params': 0},
                 split_rngs={'params': True},
-                in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
+                in_axes=(0, nn.broadcast, 0),  # pyright: ignore[reportArgumentType]
                 length=n,
                 unroll=min(cfg.scan_unroll, n) or n,
                 metadata_params={nn.PARTITION_NAME: 'layers'},
             )
             stream, s = scanned(cfg, rule, moe, causal=self.causal, collect=self.collect, name=f'blocks_{i}')(
-                stream, coefficients(cfg, range(lo, lo + n)), ctx
+                stream, coefficients(cfg, range(lo, lo + n)), ctx, held and held[i]
             )
             lo, stats = lo + n, [*stats, s]
         stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
@@ -228,7 +238,7 @@ def join(runs: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]:
         parts = [run.get(key, f) for run, f in zip(runs, fill, strict=True)]
         return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
-    return {key: column(key) if key != 'after' else [run['after'] for run in runs] for key in shapes}
+    return {key: column(key) if key not in ('after', 'cache') else [run[key] for run in runs] for key in shapes}
 
 
 class Transformer(nn.Module):
@@ -238,17 +248,24 @@ class Transformer(nn.Module):
     collect: str = ''
 
     @nn.compact
-    def __call__(self, tokens_BT, segments_BT=None, positions_BT=None, dropout_key=None, head: bool = True):
-        cfg = self.cfg
+    def __call__(self, tokens_BT, segments_BT=None, positions_BT=None, dropout_key=None, head: bool = True, cache=None):
+        cfg, past, held, after = self.cfg, None, None, None
         V, D = cfg.vocab, cfg.width
         w_VD = make(self, 'embed', (V, D), ('vocab', 'width'), 'embed', matrix_init(cfg, 'embed', V, D), 1)
         x_BTD = look_up(w_VD, tokens_BT, cfg.residual_dtype) * cfg.embed_scale
         if dropout_key is not None:
             x_BTD = dropout(x_BTD, cfg.dropout, jax.random.fold_in(dropout_key, cfg.layers))
+        if cache is not None:
+            held = cache.runs
+            segments_BT, positions_BT, past, after = caches.advance(cfg, cache, tokens_BT.shape[1], segments_BT, positions_BT)
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        ctx = context(cfg, positions_BT, segments_BT, dropout_key=dropout_key if cfg.dropout else None)
-        x_BTD, extras = Stack(cfg, collect=self.collect, name='stack')(x_BTD, ctx)
+        ctx = context(cfg, positions_BT, segments_BT, dropout_key if cfg.dropout else None, past)
+        x_BTD, extras = Stack(cfg, collect=self.collect, name='stack')(x_BTD, ctx, held)
+        if cache is not None and after is not None:
+            extras['cache'] = after._replace(runs=caches.remember(cache.runs, extras['cache'], cache.used))
+            # A write past the last slot would land on others: better no number than a wrong one.
+            x_BTD = jnp.where(after.used <= cache.segments_BS.shape[1], x_BTD, jnp.nan)
         if cfg.tie_embeddings:
             w_DV = w_VD.T
         else:
@@ -260,7 +277,7 @@ def head_logits(cfg: ModelConfig, x_BTD: Float[Array, '... D'], w_DV: Float[Arra
     """cap(scale * x W): logits in float32 (or wider)."""
     dtype = jnp.dtype(cfg.dtype)
     logits: Any = wide_product(x_BTD.astype(dtype), w_DV.astype(dtype), accumulator(cfg))
-    logits *= cfg.logit_scale
+    logits *= parametrization.logit_scale(cfg)
     return logits if cfg.logit_soft_cap is None else cfg.logit_soft_cap * jnp.tanh(logits / cfg.logit_soft_cap)
 
 
@@ -281,6 +298,7 @@ class LM:
         tokens: Int[Array, 'B T'],
         segments: Int[Array, 'B T'] | None = None,
         positions: Int[Array, 'B T'] | None = None,
+        cache: caches.Cache | None = None,
         *,
         dropout_key: Array | None = None,
         stats: bool | str = False,
@@ -289,21 +307,40 @@ class LM:
 
         `segments`: equal numbers see each other (0 is padding); `positions`: RoPE positions, 0..T-1 by default; `dropout_key` turns
         dropout on; `stats='tensors'` adds activations: `hidden` (L, B, T, D) and, per run, what each site put out.
-        """
-        out, extras = self._run(params, tokens, segments, positions, dropout_key, stats, True)
-        return (out, extras) if stats else out
 
-    def features(self, params, tokens, segments=None, positions=None, *, dropout_key=None, stats: bool | str = False) -> tuple[Array, dict]:
-        """What the head reads, (B, T, D), and statistics (empty without `stats`)."""
-        return self._run(params, tokens, segments, positions, dropout_key, stats, False)
+        With `cache` (see `new_cache`) the tokens go on where its rows stand: positions and segments continue unless given, the result is
+        (logits, extras), and `extras['cache']` is the cache after them. Experts then drop no token, whatever capacity_factor says. A
+        cache with too few slots left gives NaN.
+        """
+        out, extras = self._run(params, tokens, segments, positions, dropout_key, stats, True, cache)
+        return (out, extras) if stats or cache is not None else out
+
+    def new_cache(self, rows: int, slots: int) -> caches.Cache:
+        """An empty cache for `rows` sequences of at most `slots` tokens, padding included.
+
+        It holds keys and values in cfg.dtype; with mla the compressed vector and the shared rotated key, kv_latent + rope_dim numbers per
+        token, unless queries, keys or values are normed per head, which nothing compressed can stand for.
+        """
+        shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.value.shape, p.value.dtype), infos(self.cfg), is_leaf=is_param)
+        none = caches.empty(rows, 1, [None] * len(topology.runs(self.cfg)))
+        tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+        _, extras = jax.eval_shape(lambda p, t: self.apply(p, t, cache=none), shapes, tokens)
+        return caches.empty(rows, slots, extras['cache'].runs)
+
+    def features(
+        self, params, tokens, segments=None, positions=None, cache=None, *, dropout_key=None, stats: bool | str = False
+    ) -> tuple[Array, dict]:
+        """What the head reads, (B, T, D), and statistics (empty without `stats` and `cache`)."""
+        return self._run(params, tokens, segments, positions, dropout_key, stats, False, cache)
 
     def logits(self, params: dict[str, Any], features: Float[Array, '... D']) -> Float[Array, '... V']:
         """The head alone."""
         return head_logits(self.cfg, features, params['embed'].T if self.cfg.tie_embeddings else params['head'])
 
-    def _run(self, params, tokens, segments, positions, dropout_key, stats, head) -> Any:
+    def _run(self, params, tokens, segments, positions, dropout_key, stats, head, cache) -> Any:
         collect = 'stats' if stats is True else stats or ''
-        return Transformer(self.cfg, collect).apply({'params': params}, tokens, segments, positions, dropout_key, head)
+        cfg = self.cfg if cache is None else dataclasses.replace(self.cfg, capacity_factor=None)
+        return Transformer(cfg, collect).apply({'params': params}, tokens, segments, positions, dropout_key, head, cache)
 
 
 def infos(cfg: ModelConfig) -> dict[str, Any]:
@@ -357,7 +394,7 @@ def unstack(cfg: ModelConfig, tree: Any) -> dict[str, Any]:
     return named
 
 
-def restack(cfg: ModelConfig, named: dict[str, Any]) -> dict[str, Any]:
+def restack(cfg: ModelConfig, named: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `unstack`. Raises KeyError for a missing name and ValueError for one that is left over or has another shape."""
     tree, used, values = infos(cfg), set(), []
     for name, layers, info in each_param(cfg, tree):

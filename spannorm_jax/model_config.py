@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from spannorm_jax import parametrization
 from spannorm_jax import topology as topologies
 from spannorm_jax.errors import UserError
 from spannorm_jax.fields import check_range, check_types, positive
@@ -167,6 +168,17 @@ class ModelConfig:
     scale_init: Literal['none', 'sqrt_L', 'sqrt_2L'] = 'sqrt_2L'
     """common: divide the std of every matrix that writes to the residual stream by sqrt(L) or sqrt(2L)."""
 
+    parametrization: Literal['standard', 'mup', 'completep'] = 'standard'
+    """How initial values, rates and factors follow width (mup) and depth as well (completep), from a base model: parametrization.py."""
+    base_width: int | None = None
+    """mup, completep: width of the base model."""
+    base_head_dim: int | None = None
+    """mup, completep: head dimension of the base model; scores are scaled by sqrt(base_head_dim) / head_dim."""
+    base_layers: int | None = None
+    """completep: layers of the base model."""
+    depth_alpha: float = 1.0
+    """completep: branches are scaled by (layers / base_layers) ** -depth_alpha; 1/2 is depth-muP."""
+
     dropout: float = 0.0
     """Dropout on the output of each branch and on the embedding, in training only."""
     dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
@@ -185,6 +197,7 @@ class ModelConfig:
         sizes = (
             'layers', 'width', 'heads', 'vocab', 'streams', 'sinkhorn_rounds', 'kv_heads', 'head_dim', 'ffn', 'q_latent', 'kv_latent',
             'nope_dim', 'rope_dim', 'v_dim', 'experts_per_token', 'expert_ffn', 'expert_groups', 'groups_per_token',
+            'base_width', 'base_head_dim', 'base_layers',
         )  # fmt: skip
         for name in sizes:
             if getattr(self, name) is not None:
@@ -195,6 +208,7 @@ class ModelConfig:
         if self.experts:
             self._check_experts()
         check_range(self, ('post_fraction', 'dropout'), 0, 1)
+        check_range(self, ('depth_alpha',), 0.5, 1)
         check_range(self, ('norm_eps', 'final_norm_eps', 'scan_unroll', 'init_std', 'embed_std'), 0)
         check_range(self, ('rope_theta', 'attn_soft_cap', 'logit_soft_cap'), 0, open_low=True)
         # A field that changes nothing here would split identical runs, or hide a mistake: say so instead of ignoring it.
@@ -211,11 +225,13 @@ class ModelConfig:
             "attention = 'gqa'": MLA if self.attention == 'gqa' else (),
             "attention = 'mla'": ('kv_heads', 'head_dim', 'attn_bias') if self.attention == 'mla' else (),
             'experts = 0': MOE if not self.experts else (),
+            f'parametrization = {self.parametrization!r}': parametrization.UNUSED[self.parametrization],
         }
         for why, names in idle.items():
             for f in dataclasses.fields(self):
                 if f.name in names and getattr(self, f.name) != f.default:
                     raise UserError(f'model.{f.name} has no effect with model.{why}; leave it out or change the other')
+        parametrization.check(self)
 
     def _check_heads(self) -> None:
         if self.attention == 'gqa' and self.head_dim is None and self.width % self.heads:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from spannorm_jax import parametrization
 from spannorm_jax.config import Config, OptimConfig
 from spannorm_jax.initializers import Param, is_param
 
@@ -59,8 +60,9 @@ def rule(cfg: OptimConfig, role: str) -> str:
 def make_optimizer(cfg: Config, infos: Any) -> optax.GradientTransformationExtraArgs:
     """Clip by global norm, AdamW or Muon by role, decoupled decay, learning rate.
 
-    u = -lr(step) * (direction(clip(g)) + decay * w); `update(grads, state, params, step=step)` takes the step from the caller, so
-    that a step left out does not shift the schedule. `infos` is the parameter tree with a Param in place of each array.
+    u = -lr(step) * (direction(clip(g)) + decay * w), with the parametrization's factors on lr, decay and Adam's eps.
+    `update(grads, state, params, step=step)` takes the step from the caller, so that a step left out does not shift the schedule.
+    `infos` is the parameter tree with a Param in place of each array.
     """
     opt = cfg.optim
     labels = _by_param(lambda p: rule(opt, p.role), infos)
@@ -70,16 +72,26 @@ def make_optimizer(cfg: Config, infos: Any) -> optax.GradientTransformationExtra
     }
     if opt.optimizer == 'muon':
         directions['muon'] = scale_by_muon(infos)
+    by_role = _by_param(lambda p: parametrization.factors(cfg.model, p.role, 'layers' in p.axes), infos)
     rates = schedule(opt, cfg.run.steps), schedule(opt, cfg.run.steps, opt.muon_lr)
 
     def scale(updates, state, params=None, **extra):
         adam_lr, muon_lr = (rate(extra['step']) for rate in rates)
-        return jax.tree.map(lambda u, label: -(muon_lr if label == 'muon' else adam_lr) * u, updates, labels), state
+        one = lambda u, label, f: -(muon_lr if label == 'muon' else adam_lr) * f.lr * u  # noqa: E731
+        return jax.tree.map(one, updates, labels, by_role), state
 
+    def decay(factor):
+        chosen = lambda p: decays(opt, p.role) and parametrization.factors(cfg.model, p.role, 'layers' in p.axes).decay == factor  # noqa: E731
+        return optax.add_decayed_weights(opt.weight_decay * factor, _by_param(chosen, infos))
+
+    # Adam of g / k with eps is Adam of g with k eps.
+    scale_eps = optax.stateless(lambda grads, params: jax.tree.map(lambda g, f: g / f.eps, grads, by_role))
+    width = parametrization.width_ratio(cfg.model)
     return optax.chain(
         optax.clip_by_global_norm(opt.clip) if opt.clip else optax.identity(),
+        *([] if cfg.model.parametrization == 'standard' else [scale_eps]),
         optax.partition(directions, labels),
-        optax.add_decayed_weights(opt.weight_decay, _by_param(lambda p: decays(opt, p.role), infos)),
+        *map(decay, dict.fromkeys((1.0, width))),
         optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scale),
     )
 

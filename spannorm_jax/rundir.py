@@ -3,23 +3,26 @@
 import contextlib
 import dataclasses
 import json
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spannorm_jax import distributed, load
+from spannorm_jax import distributed, load, manifest
 from spannorm_jax.checkpoint import disk_errors
-from spannorm_jax.config import HOW_NOT_WHAT, Config, edit, from_dict, run_id, to_dict
+from spannorm_jax.config import Config, edit, from_dict, run_id, to_dict
 from spannorm_jax.errors import BadData, ProcessLost, StorageError, UserError
+from spannorm_jax.json_file import read_json
 from spannorm_jax.model import count_params
+from spannorm_jax.resume import check_resumable
 
 SMOOTHING = 20  # steps: a loss is judged by the mean of the last 20
+WINDOW = 201  # steps: a spike stands out of the median of as many
+SPIKE = 0.5  # nats
 DIVERGED_BY = 0.5  # nats above its own earlier minimum
 EXIT = {'completed': 0, 'diverged': 0, 'preempted': 75, 'failed': 1}
 NONFINITE_EXIT = 70
-
-RESUMABLE = {f'{section}.{name}' for section, names in HOW_NOT_WHAT.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Outcome:
     first_nonfinite: str | None = None
     skipped: int = 0
     rollbacks: int = 0
+    spikes: int = 0
     corpus: str = ''  # hash of the text
     dir: str = ''
     message: str = ''
@@ -64,27 +68,43 @@ class Position:
     tokens: int = 0
     skipped: int = 0
     rollbacks: int = 0
-    recent: tuple[float | None, ...] = ()  # losses of the last 20 steps, None where a step was skipped
+    recent: tuple[float | None, ...] = ()  # losses of the last 201 steps, None where a step was skipped
     lowest: float | None = None  # smallest mean of 20 so far
+    spikes: int = 0  # steps whose `spike_score` was above SPIKE
+    changed: tuple[str, ...] = ()  # what starts were allowed to change (run.accept), with the step
 
     def after(self, loss: float, tokens: int, applied: bool) -> 'Position':
-        recent = (*self.recent, loss if applied else None)[-SMOOTHING:]
+        recent = (*self.recent, loss if applied else None)[-WINDOW:]
         now = smoothed(recent)
-        lowest = self.lowest if now is None else now if self.lowest is None else min(now, self.lowest)
-        return Position(
-            self.step + 1, self.batch + 1, self.tokens + tokens, self.skipped + (not applied), self.rollbacks, recent, lowest
-        )  # fmt: skip
+        return dataclasses.replace(
+            self,
+            step=self.step + 1,
+            batch=self.batch + 1,
+            tokens=self.tokens + tokens,
+            skipped=self.skipped + (not applied),
+            recent=recent,
+            lowest=self.lowest if now is None else now if self.lowest is None else min(now, self.lowest),
+            spikes=self.spikes + ((spike_score(recent) or 0) > SPIKE),
+        )
 
     @classmethod
     def from_meta(cls, meta: dict[str, Any]) -> 'Position':
-        """Raises BadData where a field is missing or of another type."""
-        return _parsed(cls, meta, [f.name for f in dataclasses.fields(cls)], 'the position')
+        """Raises BadData where a field is missing or of another type; format 1 had neither spikes nor changes."""
+        needed = [f.name for f in dataclasses.fields(cls) if f.name not in ('spikes', 'changed') or meta.get('format') != 1]
+        return _parsed(cls, meta, needed, 'the position')
 
 
 def smoothed(recent: tuple[float | None, ...]) -> float | None:
     """Mean of the last 20 losses; None before there are 20, or where all were skipped."""
-    known = [x for x in recent if x is not None]
-    return sum(known) / len(known) if len(recent) == SMOOTHING and known else None
+    known = [x for x in recent[-SMOOTHING:] if x is not None]
+    return sum(known) / len(known) if len(recent) >= SMOOTHING and known else None
+
+
+def spike_score(recent: tuple[float | None, ...]) -> float | None:
+    """Nats by which the last loss stands above the median of the last 201, its own included; None where it was skipped."""
+    if not recent or recent[-1] is None:
+        return None
+    return recent[-1] - statistics.median(x for x in recent if x is not None)
 
 
 def diverged(pos: Position, unigram: float) -> str:
@@ -111,39 +131,14 @@ def run_dir(cfg: Config) -> Path:
     return Path(cfg.run.dir) if cfg.run.dir else Path(cfg.run.root) / run_id(cfg)
 
 
-def flat(tree: dict[str, Any], at: str = '') -> dict[str, Any]:
-    """Nested dict -> dotted names."""
-    items = {}
-    for key, value in tree.items():
-        items |= flat(value, f'{at}{key}.') if isinstance(value, dict) else {at + key: value}
-    return items
-
-
-def check_resumable(then: Config, now: Config, folder: Path) -> None:
-    """Raise UserError where `now` would change what the run in `folder`, begun as `then`, computes; names each such field.
-
-    run.steps may grow or shrink only under schedule 'constant': every other schedule would have been another one from the first step.
-    """
-    old, new = flat(to_dict(then)), flat(to_dict(now))
-    free = RESUMABLE | {'run.steps'} if now.optim.schedule == then.optim.schedule == 'constant' else RESUMABLE
-    changed = [k for k in new if old[k] != new[k] and k not in free and k != 'name']
-    if not changed:
-        return
-    table = [('field', 'run', 'now'), *((k, json.dumps(old[k]), json.dumps(new[k])) for k in changed)]
-    wide = [max(len(row[i]) for row in table) for i in range(2)]
-    lines = '\n'.join(f'  {a:{wide[0]}}  {b:{wide[1]}}  {c}' for a, b, c in table)
-    why = "\nrun.steps may change only under optim.schedule = 'constant'" if 'run.steps' in changed else ''
-    raise UserError(f'{str(folder)!r} holds a run of another configuration:\n{lines}{why}\nrestore these values, or give another run.dir')
-
-
 def read_config(folder: Path) -> Config | None:
     """The configuration of a run directory, None where there is none yet."""
     return load.read_config(folder) if (folder / 'config.json').exists() else None
 
 
 def write_config(folder: Path, cfg: Config) -> None:
-    """config.json, whole and re-runnable: run.dir is left out, so a copy of it starts a run of its own."""
-    write_json(folder / 'config.json', to_dict(edit(cfg, {'run.dir': None})))
+    """config.json, whole and re-runnable: run.dir is left out, so a copy of it starts a run of its own, and what one start allowed."""
+    write_json(folder / 'config.json', to_dict(edit(cfg, {'run.dir': None, 'run.accept': (), 'run.resume': 'auto'})))
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -152,10 +147,10 @@ def read_outcome(folder: Path) -> Outcome | None:
     if not path.is_file():
         return None
     try:
-        outcome = _parsed(Outcome, json.loads(path.read_text('utf-8')), ('status', 'step'), 'it')
+        outcome = _parsed(Outcome, read_json(path), ('status', 'step'), 'it')
         if outcome.status not in EXIT:
             raise BadData(f'status {outcome.status!r} is none of {", ".join(EXIT)}')
-    except (ValueError, RecursionError, BadData) as e:
+    except BadData as e:
         raise BadData(f'{str(path)!r} is damaged ({e}); remove it to go on from the newest checkpoint, or use another run.dir') from None
     return dataclasses.replace(outcome, dir=str(folder))
 
@@ -205,7 +200,7 @@ def failed(error: Exception, step: int) -> Outcome:
 
 def interrupted_early(folder: Path) -> Outcome:
     """The outcome of a start that a signal ended before its first step: what was saved before stands."""
-    step = max((int(p.name) for p in (folder / 'checkpoints').glob('*') if p.name.isdigit()), default=0)
+    step = max(manifest.steps(folder / 'checkpoints'), default=0)
     kept = f'the checkpoint of step {step} stands' if step else 'there is nothing to save'
     reason = f'interrupted before the first step, {kept}: run the same command again'
     return Outcome('preempted', step, reason, dir=str(folder), message=f'{folder}: preempted at step {step}: {reason}')

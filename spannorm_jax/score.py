@@ -2,14 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from spannorm_jax import distributed, sharding
 from spannorm_jax.checkpoint import Checkpoints
 from spannorm_jax.config import Config, MeshConfig, edit
-from spannorm_jax.data import open_data
+from spannorm_jax.data import Tokenizer, open_data, tokenizer_of
 from spannorm_jax.data.baselines import MOST_IDS, bigram_bits_per_byte
 from spannorm_jax.errors import BadData, MissingInput
 from spannorm_jax.host import use_compilation_cache
@@ -18,7 +18,7 @@ from spannorm_jax.load import read_config
 from spannorm_jax.model import LM, infos
 from spannorm_jax.rundir import Outcome, model_line
 from spannorm_jax.step import evaluate, make_eval_step
-from spannorm_jax.track import parse_rows
+from spannorm_jax.track import read_rows
 
 PROTOCOL = (
     'rows of {seq} tokens, cut from whole documents without overlap; a token sees its own document from the start of its row; '
@@ -68,6 +68,27 @@ def score(run: Path, split: str, max_tokens: int | None, source: str | None, mes
     }
 
 
+class LoadedRun(NamedTuple):
+    cfg: Config
+    lm: LM
+    params: Any
+    step: int
+    tokenizer: Tokenizer
+    mesh: jax.sharding.Mesh
+
+
+def load_run(run: Path, mesh_cfg: MeshConfig) -> LoadedRun:
+    """The model of a run's newest checkpoint, and the tokenizer that goes with it; its data is not touched.
+
+    Raises: MissingInput (no checkpoint yet), BadData (a damaged one), UserError (mesh, tokenizer).
+    """
+    cfg = read_config(run)
+    use_compilation_cache()
+    mesh, tokenizer = sharding.make_mesh(mesh_cfg), tokenizer_of(cfg.data)
+    params, step, _ = restore_params(run, cfg, mesh)
+    return LoadedRun(cfg, LM(cfg.model), params, step, tokenizer, mesh)
+
+
 def restore_params(run: Path, cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Any, int, str]:
     """Parameters of the newest checkpoint, its step, and the hash of the text it was trained on."""
     if not (run / 'checkpoints').is_dir():
@@ -88,8 +109,7 @@ def summary(cfg: Config, outcome: Outcome) -> str:
     """One line (two with the picture) on a run that has ended: status, held-out bits/byte beside the bigram baseline, where it is."""
     folder = Path(outcome.dir)
     last: dict[str, Any] = {}
-    metrics = folder / 'metrics.jsonl'
-    for row in parse_rows(metrics.read_text('utf-8'), str(metrics)) if metrics.is_file() else ():
+    for row in read_rows(folder / 'metrics.jsonl'):
         last |= row
     parts = [f'{folder.name} ({model_line(cfg)}): {outcome.status} at step {outcome.step}']
     if outcome.reason:

@@ -80,9 +80,7 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
         grad = jax.grad(objective, has_aux=True)
         if opt.accumulate == 1:
             return grad(params, batch, micro_key(key, 0), count)
-        # Micro-batch a takes rows a, a + A, ...: each device keeps the rows it has.
-        micro = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, opt.accumulate, *x.shape[1:]), 1, 0), batch)
-        indexed = (jnp.arange(opt.accumulate), micro)
+        indexed = (jnp.arange(opt.accumulate), micro_batches(batch, opt.accumulate))
         one = lambda i_micro: grad(params, i_micro[1], micro_key(key, i_micro[0]), count)  # noqa: E731
         first = jax.tree.map(lambda x: x[0], indexed)
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, first))
@@ -134,6 +132,11 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
         return new, metrics
 
     return step
+
+
+def micro_batches(batch: Batch, count: int) -> Batch:
+    """(B, T) -> (A, B / A, T). Micro-batch a takes rows a, a + A, ...: each device keeps the rows it has."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
 
 
 def router_bias_rate(opt: OptimConfig, steps: int, step: Any) -> jax.Array:

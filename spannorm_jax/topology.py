@@ -29,6 +29,14 @@ class Recipe(NamedTuple):
     gains: dict[str, float] = {}  # of q k v o gate up down
 
 
+def embedded(x, norm, c):
+    return norm('embed', x)
+
+
+def finished(x, norm, c):
+    return norm('final', x)
+
+
 class Topology(NamedTuple):
     """One entry of the table. Only `block`, `equation` and `source` have no default."""
 
@@ -39,12 +47,14 @@ class Topology(NamedTuple):
     options: tuple[str, ...] = ()  # the fields of OPTIONS that this topology reads
     coef: Callable[[Any, int], dict[str, float]] = lambda cfg, l: {}  # constants of block l = 0..L-1
     plan: Callable[[Any], list[tuple[Callable, int]]] | None = None  # runs of (block, count); None: L times `block`
-    enter: Callable = lambda x, norm, c: norm('embed', x)  # embedding -> stream
-    leave: Callable = lambda x, norm, c: norm('final', x)  # stream -> input of the head
+    enter: Callable = embedded  # embedding -> stream
+    leave: Callable = finished  # stream -> input of the head
     embed_norm: bool = False
     embed_norm_inside: Callable[[Any], bool] = lambda cfg: False  # applied by the first block, as `c.embedded`, and not by `enter`
     final_norm: bool = True
     recipe: Callable[[Any], Recipe] = lambda cfg: Recipe()
+    # Where completep puts its factor: branch (a sublayer's output), add (behind the norm of a branch), own (the skip has it), or why not.
+    depth: str = 'branch'
 
 
 # Config fields that only some topologies read; setting one that the chosen topology ignores is an error.
@@ -75,6 +85,10 @@ def span(x, attn, ffn, norm, c):
     alone, reads N_e(E).  Source: SpanNorm, arXiv:2601.22580, eqs. 5-6."""
     y = norm('attn_sum', attn(c.embedded(x)) + x)
     return norm('ffn_sum', ffn(y) + x)
+
+
+def span_enter(x, norm, c):
+    return norm('embed', x) if c.cfg.first_skip == 'normed' else x
 
 
 def b2t(x, attn, ffn, norm, c):
@@ -166,8 +180,20 @@ def residual_enter(x, norm, c):
     return x, c.cfg.residual_scale * x
 
 
+def residual_leave(stream, norm, c):
+    return c.cfg.residual_exit_scale * stream[0] + norm('final', stream[1])
+
+
 def twice(x, norm, c):
     return (norm('embed', x),) * 2
+
+
+def siamese_leave(stream, norm, c):
+    return stream[0] + norm('final', stream[1])
+
+
+def siamese_olmo_leave(stream, norm, c):
+    return norm('final', norm('final_x', stream[0]) + norm('final_y', stream[1]))
 
 
 def siamese(stream, attn, ffn, norm, c):
@@ -197,6 +223,10 @@ def siamese_olmo(stream, attn, ffn, norm, c):
 
 def copies(x, norm, c):
     return norm('embed', x)[..., None, :].repeat(c.cfg.streams, axis=-2)
+
+
+def hc_leave(H, norm, c):
+    return norm('final', H.sum(-2))
 
 
 def hc(H, attn, ffn, norm, c):
@@ -284,13 +314,13 @@ def post_blocks(cfg) -> int:
 
 
 TOPOLOGIES: dict[str, Topology] = {
-    'pre': Topology(pre, 'y = x + A(N1 x); x\' = y + F(N2 y)', 'arXiv:2002.04745', ('prenorm', 'pre_norm', 'preln'), options=BRANCH),
+    'pre': Topology(pre, 'y = x + A(N1 x); x\' = y + F(N2 y)', 'arXiv:2002.04745', ('prenorm', 'pre_norm', 'preln'), options=BRANCH,
+        depth='add'),
     'post': Topology(post, 'y = N1(x + A x); x\' = N2(y + F y)', 'arXiv:1706.03762', ('postnorm', 'post_norm', 'postln'), final_norm=False),
     'span': Topology(
         span, 'y = N1(A(x) + x); x\' = N2(F(y) + x)', 'arXiv:2601.22580', ('spannorm', 'span_norm', 'fusenorm'),
         options=('first_skip',), embed_norm=True, final_norm=False, recipe=megatron,
-        embed_norm_inside=lambda cfg: cfg.first_skip == 'raw',
-        enter=lambda x, norm, c: norm('embed', x) if c.cfg.first_skip == 'normed' else x),
+        embed_norm_inside=lambda cfg: cfg.first_skip == 'raw', enter=span_enter),
     'b2t': Topology(
         b2t, 'y = N1(x + A x); x\' = N2(x + y + F y)', 'arXiv:2206.00330', ('b2t_connection', 'bottom_to_top'), final_norm=False,
         recipe=lambda cfg: fairseq(cfg, dict.fromkeys(('q', 'k', 'v', 'o', 'gate', 'up', 'down'), cfg.layers**-0.5))),
@@ -301,52 +331,62 @@ TOPOLOGIES: dict[str, Topology] = {
         ('hybridnorm_star', 'hybrid*', 'hybridnorm*'), plan=first(hybrid_first, hybrid), recipe=hybrid_recipe),
     'peri': Topology(
         peri, 'y = x + N1o(A(N1i x)); x\' = y + N2o(F(N2i y))', 'arXiv:2502.02732', ('periln', 'peri_ln', 'perinorm'),
-        options=BRANCH, embed_norm=True, recipe=megatron),
+        options=BRANCH, embed_norm=True, recipe=megatron,
+        depth='add'),
     'reordered': Topology(
-        reordered, 'y = x + N1(A x); x\' = y + N2(F y)', 'arXiv:2501.00656', ('olmo2', 'outputnorm', 'output_norm'), options=BRANCH),
+        reordered, 'y = x + N1(A x); x\' = y + N2(F y)', 'arXiv:2501.00656', ('olmo2', 'outputnorm', 'output_norm'), options=BRANCH,
+        depth='add'),
     'mixln': Topology(
         pre, 'first post_fraction of the blocks post, the rest pre', 'arXiv:2412.13795', ('mix_ln', 'mix'),
         options=('post_fraction',), plan=lambda cfg: [(post, post_blocks(cfg)), (pre, cfg.layers - post_blocks(cfg))],
         recipe=lambda cfg: Recipe(0.02, embed=0.4**0.5)),
     'lns': Topology(
         lns, 'y = x + A(s N1 x); x\' = y + F(s N2 y), s = 1/sqrt(l)', 'arXiv:2502.05795', ('layernorm_scaling', 'ln_scaling'),
-        coef=lambda cfg, l: {'s': (l + 1) ** -0.5}),
+        coef=lambda cfg, l: {'s': (l + 1) ** -0.5},
+        depth='its factors 1/sqrt(l) on the inputs depend on depth already'),
     'deepnorm': Topology(
         deepnorm, 'y = N1(a x + A x); x\' = N2(a y + F y), a = (2L)^(1/4)', 'arXiv:2203.00555', ('deepnet', 'deep_norm'),
         options=('alpha', 'beta'), final_norm=False, recipe=deepnorm_recipe,
-        coef=lambda cfg, l: {'alpha': (2 * cfg.layers) ** 0.25 if cfg.alpha is None else cfg.alpha}),
+        coef=lambda cfg, l: {'alpha': (2 * cfg.layers) ** 0.25 if cfg.alpha is None else cfg.alpha},
+        depth='its skip has the factor (2L)^(1/4)'),
     'sandwich': Topology(
         peri, 'as peri, without the embedding norm', 'arXiv:2105.13290', ('sandwichln', 'sandwich_ln', 'sandwich_norm'),
-        options=BRANCH, recipe=megatron),
+        options=BRANCH, recipe=megatron,
+        depth='add'),
     'residual': Topology(
         residual, 'o = G(x); r\' = r + s o; x\' = N(x + o); exit x + N_f(r)', 'arXiv:2304.14802', ('resi_dual', 'dual_residual'),
-        options=('residual_scale', 'residual_exit_scale'), recipe=fairseq, enter=residual_enter,
-        leave=lambda s, norm, c: c.cfg.residual_exit_scale * s[0] + norm('final', s[1])),
+        options=('residual_scale', 'residual_exit_scale'), recipe=fairseq, enter=residual_enter, leave=residual_leave,
+        depth='its second stream sums every branch beside the normed one'),
     'siamese': Topology(
         siamese, 'o = G(X + N_y Y); X\' = N_x(X + s o); Y\' = Y + o; exit X + N_f(Y), s = 1/sqrt(l)', 'arXiv:2602.08064',
         ('siamesenorm', 'siamese_norm'), options=('siamese_input_norm',), recipe=hybrid_recipe,
-        coef=lambda cfg, l: {'s': (l + 1) ** -0.5}, enter=twice,
-        leave=lambda s, norm, c: s[0] + norm('final', s[1])),
+        coef=lambda cfg, l: {'s': (l + 1) ** -0.5}, enter=twice, leave=siamese_leave,
+        depth='its factors 1/sqrt(l) on the branches depend on depth already'),
     'siamese_olmo': Topology(
         siamese_olmo, 'SiameseNorm as released: X hybrid-like, s = 1/sqrt(2l), exit N_f(N_fx(X) + N_fy(Y))', 'arXiv:2602.08064 (code)',
         ('siamese_released',), recipe=hybrid_recipe, coef=lambda cfg, l: {'s': (2 * (l + 1)) ** -0.5}, enter=twice,
-        leave=lambda s, norm, c: norm('final', norm('final_x', s[0]) + norm('final_y', s[1]))),
+        leave=siamese_olmo_leave,
+        depth='its factors 1/sqrt(l) on the branches depend on depth already'),
     'keel': Topology(
         keel, 'each sublayer x\' = N_o(a x + G(N_i x)), a = 2L; first attention pre, first FFN without a', 'arXiv:2601.19895',
         options=('alpha', 'first_block'), coef=lambda cfg, l: {'alpha': 2.0 * cfg.layers if cfg.alpha is None else cfg.alpha},
-        plan=lambda cfg: first(keel_first, keel)(cfg) if cfg.first_block == 'paper' else [(keel, cfg.layers)]),
+        plan=lambda cfg: first(keel_first, keel)(cfg) if cfg.first_block == 'paper' else [(keel, cfg.layers)],
+        depth='own'),
     'normformer': Topology(
         normformer, 'y = x + N1o(g A(N1 x)); x\' = y + F_inner(N2 y)', 'arXiv:2110.09456', ('norm_former',), options=('resid_gain',),
-        recipe=fairseq),
+        recipe=fairseq,
+        depth='one of its branches is normed behind the sublayer, the other is not'),
     'subln': Topology(
         subln, 'y = x + A_inner(N1 x); x\' = y + F_inner(N2 y)', 'arXiv:2210.06423', ('magneto', 'sub_ln'), recipe=subln_recipe),
     'hc': Topology(
         hc, 'H\' = A_m H + beta T(a_r H) over n streams, per sublayer', 'arXiv:2409.19606', ('hyper_connections',),
-        options=('streams', 'hc_tanh'), enter=copies, leave=lambda H, norm, c: norm('final', H.sum(-2)),
-        recipe=lambda cfg: Recipe(0.02, gains=dict.fromkeys(('o', 'down'), cfg.streams**-0.5))),
+        options=('streams', 'hc_tanh'), enter=copies, leave=hc_leave,
+        recipe=lambda cfg: Recipe(0.02, gains=dict.fromkeys(('o', 'down'), cfg.streams**-0.5)),
+        depth='it learns the weight of its branches'),
     'mhc': Topology(
         mhc, 'x\' = R x + post^T T(pre x), R doubly stochastic, per sublayer', 'arXiv:2512.24880', ('manifold_hc',),
-        options=('streams', 'sinkhorn_rounds', 'stream_exit'), enter=copies, leave=mhc_leave),
+        options=('streams', 'sinkhorn_rounds', 'stream_exit'), enter=copies, leave=mhc_leave,
+        depth='it learns the weight of its branches'),
 }  # fmt: skip
 
 AMBIGUOUS = {

@@ -1,5 +1,6 @@
 """Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases where asked for."""
 
+import io
 import json
 import math
 import os
@@ -12,8 +13,10 @@ import numpy as np
 from spannorm_jax import distributed
 from spannorm_jax.checkpoint import disk_errors
 from spannorm_jax.errors import BadData, UserError
+from spannorm_jax.json_file import parse_json
 
 Row = dict[str, Any]
+LINE_BYTES = 16 << 20  # a row with lists over a few hundred layers has some 100 kB
 
 
 @runtime_checkable
@@ -37,9 +40,9 @@ class MetricsFile:
         """Forget all rows after `step`."""
         self._close_file()
         with disk_errors('write', self.path):
-            old = self.path.read_text('utf-8') if self.path.is_file() else ''
-            self.rows = [row for row in parse_rows(old, str(self.path)) if row['step'] <= step]
-            if old != ''.join(map(dump_row, self.rows)):
+            self.rows = [row for row in read_rows(self.path) if row['step'] <= step]
+            old = self.path.stat().st_size if self.path.exists() else 0
+            if old != sum(len(dump_row(row)) for row in self.rows):
                 self._replace()
             self.file = self.path.open('a', encoding='utf-8')
 
@@ -120,20 +123,31 @@ def dump_row(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + '\n'
 
 
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a metrics file, none where there is no such file. Raises as `parse_rows` does."""
+    if not path.is_file():
+        return []
+    with path.open('rb') as f:
+        return _parse(iter(lambda: f.readline(LINE_BYTES + 1), b''), str(path))
+
+
 def parse_rows(text: str, name: str) -> list[Row]:
     """Rows of a metrics file. A last line without its end is left out; any other bad line raises BadData with its number."""
+    return _parse(io.BytesIO(text.encode('utf-8', 'surrogatepass')), name)
+
+
+def _parse(lines: Iterable[bytes], name: str) -> list[Row]:
     rows = []
-    for i, line in enumerate(text.splitlines(keepends=True), 1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row['step'], int):
-                raise TypeError('step is not a whole number')
-        except (ValueError, TypeError, KeyError) as e:
-            if not line.endswith('\n'):
-                break
-            raise BadData(f'{name!r}, line {i}: not a row of metrics ({e})') from None
-        if line.endswith('\n'):
-            rows.append(row)
+    for i, line in enumerate(lines, 1):
+        where = f'{name!r}, line {i}'
+        if len(line) > LINE_BYTES:
+            raise BadData(f'{where}: longer than {LINE_BYTES >> 20} MiB, not a row of metrics')
+        if not line.endswith(b'\n'):  # the last one, cut short
+            break
+        row = parse_json(line, where)
+        if not isinstance(row, dict) or type(row.get('step')) is not int:
+            raise BadData(f'{where}: not a row of metrics (an object whose step is a whole number)')
+        rows.append(row)
     return rows
 
 

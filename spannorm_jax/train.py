@@ -1,7 +1,6 @@
 """`fit`: a configuration becomes a run directory. Trains, evaluates, saves, resumes, and says how it ended."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,22 +9,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spannorm_jax import attention, distributed, plot, rundir, sharding
+from spannorm_jax import attention, distributed, nonfinite, plot, resume, rundir, sharding
 from spannorm_jax.checkpoint import Checkpoints, disk_errors
-from spannorm_jax.config import Config, from_dict, to_dict
+from spannorm_jax.config import Config, to_dict
 from spannorm_jax.data import check_vocab, open_data
 from spannorm_jax.data.baselines import unigram_entropy
-from spannorm_jax.errors import BadData, StorageError, UserError
-from spannorm_jax.host import Clock, Feed, Interrupted, Signals, alone, use_compilation_cache
+from spannorm_jax.errors import StorageError
+from spannorm_jax.host import Clock, Feed, Interrupted, Signals, alone, patiently, use_compilation_cache
+from spannorm_jax.nonfinite import Trouble
 from spannorm_jax.program import program
+from spannorm_jax.restart import Progress, data_identity, resumable
 from spannorm_jax.rundir import Outcome, Position
-from spannorm_jax.step import TrainState, evaluate, first_nonfinite, init_state, leaf_names, make_eval_step
+from spannorm_jax.step import TrainState, evaluate, init_state, leaf_names, make_eval_step
 from spannorm_jax.track import MetricsFile, Row, open_log
+from spannorm_jax.watchdog import Watchdog
 
 MAX_ROLLBACKS = 3
 EVALUATIONS = {'eval': 'validation', 'test': 'test'}  # group of metrics -> split
-Progress = Callable[[str, dict[str, Any]], None]
-"""progress(kind, data): 'prepare' {done, all}; 'message' {text}; 'step' {step, steps, loss}; 'row' a row of metrics.jsonl."""
 
 
 def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], bool] | None = None, corpus: Any = None) -> Outcome:
@@ -49,7 +49,7 @@ def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], 
 
 def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bool] | None, corpus: Any) -> Outcome:
     folder = rundir.run_dir(cfg)
-    distributed.same('the configurations', rundir.flat(to_dict(cfg)), 'give every process the same command')
+    distributed.same('the configurations', resume.flat(to_dict(cfg)), 'give every process the same command')
     if (done := rundir.look(cfg, folder)) is not None:
         tell('message', {'text': done.message})
         return done
@@ -79,7 +79,7 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
         with jax.set_mesh(mesh), open_checkpoints(cfg, folder) as checkpoints:
             try:
                 run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop)
-                with run.log, run.feed:
+                with run.log, run.feed, run.watchdog:
                     if distributed.any_of('the first step', signals.seen):
                         raise Interrupted('interrupted before the first step')
                     outcome = train(run)
@@ -116,6 +116,8 @@ class Run(NamedTuple):
     tell: Progress
     stopping: Callable[[int], bool]
     signalled: Callable[[], bool]
+    signals: Signals
+    watchdog: Watchdog
     log: MetricsFile
     feed: Feed
     clock: Clock
@@ -125,11 +127,14 @@ class Run(NamedTuple):
     step: Any  # compiled; None for a run of no steps
     stats_step: Any
     eval_step: Callable
+    probe: Callable
 
 
 def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
     """Shardings, compiled steps and open files of a run. Raises as `resumable` does, before anything is written."""
-    resumable(cfg, folder, corpus, checkpoints)
+    for note in checkpoints.notes:
+        tell('message', {'text': note})
+    resumable(cfg, folder, corpus, checkpoints, tell)
     made = program(cfg, mesh)
     for note in made.notes:
         tell('message', {'text': f'sharding: {note}'})
@@ -138,8 +143,8 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         tell('message', {'text': note or f'attention kernel {kernel}'})
 
     def compiled(stats):
-        signals.check()
-        return made.step(stats).lower(made.abstract, made.batch).compile()
+        lowered = made.step(stats).lower(made.abstract, made.batch)
+        return patiently(lowered.compile, signals.check)
 
     tell('message', {'text': f'compiling the step: {rundir.model_line(cfg)}'})
     begun = time.perf_counter()
@@ -157,6 +162,8 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         tell=tell,
         stopping=lambda step: agreed(signals.ask(stop, step)),
         signalled=lambda: agreed(signals.seen),
+        signals=signals,
+        watchdog=Watchdog(cfg.run.hang_s, folder, lambda why: rundir.failed(why, checkpoints.latest() or 0).try_to_save(folder)),
         log=open_log(folder, checkpoints.latest() or 0, cfg.run.sinks, to_dict(cfg)),
         feed=Feed(cfg, corpus, sharding.local_rows(mesh, cfg.data.batch)),
         clock=Clock(cfg, mesh),
@@ -166,36 +173,15 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         step=step,
         stats_step=stats_step,
         eval_step=jax.jit(make_eval_step(cfg, made.lm), out_shardings=sharding.replicated(mesh)),
+        probe=jax.jit(nonfinite.make_probe(cfg, made.lm), out_shardings=sharding.replicated(mesh)),
     )
-
-
-def resumable(cfg: Config, folder: Path, corpus: Any, checkpoints: Checkpoints) -> Position | None:
-    """Where the newest checkpoint stands, None where there is none.
-
-    Raises: BadData (torn), UserError (begun with another configuration, whatever config.json says by now, or with other data).
-    """
-    latest = checkpoints.wait()
-    if latest is None:
-        return None
-    meta, where = checkpoints.meta(latest), str(folder / 'checkpoints' / str(latest))
-    try:
-        pos, then = Position.from_meta(meta), from_dict(Config, meta['config'])
-    except UserError as e:
-        raise BadData(f'the meta of checkpoint {where!r} is damaged ({e}); remove that folder to go on from the one before') from None
-    rundir.check_resumable(then, cfg, folder)
-    distributed.same('the newest checkpoints', dataclasses.asdict(pos), 'put run.root on storage that all hosts share')
-    for what, found in data_identity(corpus).items():
-        if meta.get(what) != found:
-            raise UserError(
-                f'the {what} has changed since step {latest} of {str(folder)!r}; give another run.dir, or the data it began with'
-            )
-    return pos
 
 
 def restore(run: Run) -> tuple[TrainState, Position]:
     """The newest checkpoint, or the beginning. Raises as `resumable` does; BadData for a torn array."""
-    pos = resumable(run.cfg, run.folder, run.corpus, run.checkpoints)
+    pos = resumable(run.cfg, run.folder, run.corpus, run.checkpoints, lambda kind, data: None)
     if pos is None:
+        run.tell('message', {'text': 'no checkpoint: beginning at step 0'})
         return run.make_state(), Position()
     state = run.checkpoints.restore(pos.step, run.abstract)
     step, stopped = jax.device_put((jnp.int32(pos.step), jnp.zeros((), bool)), run.abstract.step.sharding)
@@ -227,11 +213,11 @@ def train(run: Run) -> Outcome:
             return ended(run, 'diverged' if why else 'completed', pos, why)
         state, pos, row, bad = advance(run, state, pos)
         if bad is not None:
-            name, reason = blame(run, state, pos, bad)
+            trouble = blame(run, state, pos, bad)
             if cfg.nonfinite == 'stop' or pos.rollbacks == MAX_ROLLBACKS:
                 run.log.write(row)
-                return ended(run, 'diverged', pos, reason, name)
-            run.tell('message', {'text': f'{reason}; going back, and leaving out the data up to here'})
+                return ended(run, 'diverged', pos, str(trouble), trouble.first)
+            run.tell('message', {'text': f'{trouble}; going back, and leaving out the data up to here'})
             leave_out, rollbacks = pos.batch + 1, pos.rollbacks + 1
             state, pos = restore(run)
             pos = dataclasses.replace(pos, batch=leave_out, rollbacks=rollbacks)
@@ -253,8 +239,16 @@ def advance(run: Run, state: TrainState, pos: Position) -> tuple[TrainState, Pos
         if launched > begin and run.stopping(launched):
             break
         run.checkpoints.poll()
+        run.watchdog.beat(f'the batch of step {launched + 1} was asked for')
+        try:
+            with run.signals.heard_at_once():
+                batch = run.feed.take(launched + offset)
+        except Interrupted:
+            if pending is None:
+                return state, pos, run.log.last(pos.step), None
+            break
         step = run.stats_step if due(cfg.stats_every, launched + 1) else run.step
-        state, metrics = step(state, sharding.put_batch(run.feed.take(launched + offset), run.mesh, run.cfg.data.batch))
+        state, metrics = step(state, sharding.put_batch(batch, run.mesh, run.cfg.data.batch))
         if pending is not None:
             pos, row, bad = settle(run, pos, pending)
             if bad is not None:
@@ -267,12 +261,16 @@ def advance(run: Run, state: TrainState, pos: Position) -> tuple[TrainState, Pos
 def settle(run: Run, pos: Position, metrics: Any) -> tuple[Position, Row, dict[str, Any] | None]:
     """Fetch the metrics of one step: the position after it and its row, or its metrics where it was not finite."""
     m = jax.device_get(metrics)
+    run.watchdog.beat(f'step {pos.step + 1} was done')
     applied, loss, tokens = bool(m.pop('applied')), float(m['loss']), int(m.pop('tokens'))
     bad = m if not applied and run.cfg.run.nonfinite != 'skip' else None
     new = pos.after(loss, tokens, applied)
     row = {'step': new.step} | {k if '/' in k else f'train/{k}': v for k, v in m.items() if k != 'bad'} | {'train/tokens': new.tokens}
+    row['train/spike'] = rundir.spike_score(new.recent)
     if run.cfg.run.nonfinite == 'skip':
         row['train/skipped'] = new.skipped
+        if not applied:
+            nonfinite.record(run.folder, nonfinite.examine(run.cfg, run.names, new.step, pos.batch, m))
     row |= run.clock.lap(tokens)
     run.tell('step', {'step': new.step, 'steps': run.cfg.run.steps, 'loss': loss})
     return (new if bad is None else pos), row, bad
@@ -291,8 +289,13 @@ def held_out(run: Run, params: Any, group: str) -> Row:
     data = eval_set(run.cfg, run.corpus, group)
     run.tell('message', {'text': f'evaluating {data.tokens:,} tokens of the {EVALUATIONS[group]} split'})
     batches = data.batches(sharding.local_rows(run.mesh, data.batch))
+
+    def stop() -> bool:
+        run.watchdog.beat(f'a batch of the {EVALUATIONS[group]} split')
+        return run.signalled()
+
     try:
-        found = evaluate(run.eval_step, params, (sharding.put_batch(b, run.mesh, data.batch) for b in batches), data.bytes, run.signalled)
+        found = evaluate(run.eval_step, params, (sharding.put_batch(b, run.mesh, data.batch) for b in batches), data.bytes, stop)
     finally:
         batches.close()
     return {} if found is None else {f'{group}/loss': found.loss, f'{group}/bits_per_byte': found.bits_per_byte}
@@ -303,29 +306,20 @@ def eval_set(cfg: Config, corpus: Any, group: str) -> Any:
     return corpus.eval_batches(EVALUATIONS[group], cfg.data.batch // cfg.optim.accumulate, cfg.data.seq, cfg.run.eval_tokens)
 
 
-def data_identity(corpus: Any) -> dict[str, str]:
-    return {'text': corpus.hash, 'tokenizer': corpus.tokenizer.fingerprint}
-
-
-def blame(run: Run, state: TrainState, pos: Position, bad: dict[str, Any]) -> tuple[str, str]:
-    """Name of the first tensor that is not finite, and a sentence. The update was not applied, so a bad weight was bad before."""
-    loss, norm = float(bad['loss']), float(bad['grad_norm'])
-    if name := first_nonfinite(run.cfg.model, run.names, state.params):
-        what = f'weight {name} is not finite'
-    elif bad['bad'] >= 0:
-        name = run.names[bad['bad']]
-        what = f'the first gradient that is not finite is that of {name}'
-    else:
-        name = 'loss' if not math.isfinite(loss) else 'update'
-        what = f'the {name} is not finite'
-    return name, f'step {pos.step + 1} (batch {pos.batch}): loss {loss}, gradient norm {norm}; {what}'
+def blame(run: Run, state: TrainState, pos: Position, bad: dict[str, Any]) -> Trouble:
+    """Where a step that was not finite went wrong. Its update was not applied, so the weights are those it began with."""
+    batch = sharding.put_batch(run.feed.take(pos.batch), run.mesh, run.cfg.data.batch)
+    outputs = jax.device_get(run.probe(state.params, batch))
+    trouble = nonfinite.examine(run.cfg, run.names, pos.step + 1, pos.batch, bad, state.params, outputs)
+    nonfinite.record(run.folder, trouble)
+    return trouble
 
 
 def ended(run: Run, status: str, pos: Position, reason: str, first: str | None = None) -> Outcome:
     text = f'{run.folder}: {status} at step {pos.step}' + (f': {reason}' if reason else '')
     last = {k: v for row in run.log.rows[-1:] for k, v in row.items() if k in ('train/loss', 'eval/loss', 'test/loss') and v is not None}
     text += ''.join(f', {k} {v:.4f}' for k, v in last.items())
-    return Outcome(status, pos.step, reason, first, pos.skipped, pos.rollbacks, run.corpus.hash, str(run.folder), text)
+    return Outcome(status, pos.step, reason, first, pos.skipped, pos.rollbacks, pos.spikes, run.corpus.hash, str(run.folder), text)
 
 
 def draw(run: Run) -> None:

@@ -35,3 +35,20 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope='session')
 def tokens():
     return jax.random.randint(jax.random.key(7), (2, 12), 0, 61, jnp.int32)
+
+
+@pytest.fixture(scope='session')
+def trained(tmp_path_factory):
+    """The folder of a tiny SpanNorm run with a checkpoint."""
+    from spannorm_jax import cli
+
+    folder = tmp_path_factory.mktemp('trained')
+    (folder / 'text').mkdir()
+    for i in range(80):
+        (folder / 'text' / f'{i}.txt').write_text(f'document {i} ' * 20)
+    tiny = (
+        '--model.layers 2 --model.width 16 --model.heads 2 --data.seq 16 --data.batch 2 --run.steps 3 --run.eval-tokens 64 '
+        f'--mesh.devices 1 --data.source {folder / "text"} --data.cache {folder / "cache"} --run.dir {folder / "run"}'
+    )
+    assert cli.main(f'train debug {tiny}'.split()) == 0
+    return str(folder / 'run')

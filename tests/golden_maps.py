@@ -1,7 +1,7 @@
 """How each golden reads in this project: config.json and weights -> ModelConfig and parameters by canonical name.
 
 Keyed by golden name. A map holds names and the few facts of its own; shapes and switches come from config.json and from the weights
-that are there. `canonical` only slices, transposes and reshapes; `back` follows the same moves the other way for gradients.
+that are there. How entries move is the package's own (interop/names.py); `back` follows the same moves the other way for gradients.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spannorm_jax import ModelConfig, streams
+from spannorm_jax.interop.names import BLOCK, BRANCHES, MODEL, PERI, PRE, QKV, SANDWICH, Layout, Named, Place, places, split
 from spannorm_jax.layers import Norm
 
 # Prose and bookkeeping in config.json; every other key has to be read by somebody.
@@ -53,78 +54,9 @@ class Map(NamedTuple):
     fused: dict[str, tuple[str, ...]] = {}  # golden module -> canonical parts of its rows, in order
 
 
-class Place(NamedTuple):
-    """Where a canonical parameter comes from: one golden weight and its rows, or one weight per expert."""
-
-    weights: tuple[str, ...]
-    rows: Any = slice(None)
-
-
-def places(golden: Map, cfg_rows: dict[str, int], facts: Facts, weights: dict[str, Any]) -> dict[str, Place]:
-    """Every canonical parameter for which the golden has a weight."""
-    found = {}
-
-    def look(name, module, stem, rows=slice(None)):
-        vector = 'norm_' in name.rsplit('.', 1)[-1]
-        for suffix, role in (('.weight', '.gain' if vector else ''), ('.bias', '.bias' if vector else '_bias'), ('', '')):
-            if stem + module + suffix in weights:
-                found[name + role] = Place((stem + module + suffix,), rows)
-
-    for name, module in golden.model.items():
-        look(name, module, '')
-    for l in range(facts['n_layers']):
-        stem = f'{golden.prefix}{l}.'
-        for name, module in golden.layer(facts, l).items():
-            look(f'layers.{l}.{name}', module, stem)
-        for module, parts in golden.fused.items():
-            start = 0
-            for part in parts:
-                look(f'layers.{l}.{part}', module, stem, slice(start, start + cfg_rows[part]))
-                start += cfg_rows[part]
-        if facts.get('n_routed_experts'):
-            latent_and_routed(found, facts, f'layers.{l}.', stem, l < facts['first_k_dense'])
-    return found
-
-
-def latent_and_routed(found: dict[str, Place], facts: Facts, name: str, stem: str, dense: bool) -> None:
-    """The weights of MLA, whose rows are fused head by head, and of the experts, which are stored one by one."""
-    attn, N = f'{stem}self_attn.', facts['n_heads']
-    C, nope, J = (facts[k] for k in ('kv_lora_rank', 'qk_nope_head_dim', 'v_head_dim'))
-    head = np.arange(N)[:, None] * (nope + J)
-    compressed = facts['q_lora_rank'] is not None
-    found |= {
-        f'{name}attn.q': Place((attn + ('q_b_proj.weight' if compressed else 'q_proj.weight'),)),
-        f'{name}attn.kv_a': Place((f'{attn}kv_a_proj_with_mqa.weight',), slice(0, C)),
-        f'{name}attn.k_rope': Place((f'{attn}kv_a_proj_with_mqa.weight',), slice(C, C + facts['qk_rope_head_dim'])),
-        f'{name}attn.norm_kv_a.gain': Place((f'{attn}kv_a_layernorm.weight',)),
-        f'{name}attn.k': Place((f'{attn}kv_b_proj.weight',), (head + np.arange(nope)).ravel()),
-        f'{name}attn.v': Place((f'{attn}kv_b_proj.weight',), (head + nope + np.arange(J)).ravel()),
-    }
-    if compressed:
-        found |= {
-            f'{name}attn.q_a': Place((f'{attn}q_a_proj.weight',)),
-            f'{name}attn.norm_q_a.gain': Place((f'{attn}q_a_layernorm.weight',)),
-        }
-    if not dense:
-        mlp = f'{stem}mlp.'
-        found |= {
-            f'{name}ffn.router': Place((f'{mlp}gate.weight',)),
-            f'{name}ffn.router_bias': Place((f'{mlp}gate.e_score_correction_bias',)),
-        }
-        for k in ('gate', 'up', 'down'):
-            found[f'{name}ffn.{k}'] = Place(tuple(f'{mlp}experts.{e}.{k}_proj.weight' for e in range(facts['n_routed_experts'])))
-            if facts['n_shared_experts']:
-                found[f'{name}ffn.shared.{k}'] = Place((f'{mlp}shared_experts.{k}_proj.weight',))
-
-
 def canonical(cfg: ModelConfig, where: dict[str, Place], weights: dict[str, Any]) -> dict[str, Any]:
     """Parameters by canonical name from weights by golden name. Moves entries and does not change them."""
-
-    def one(name, place):
-        parts = [shaped(cfg, name, weights[w][place.rows]) for w in place.weights]
-        return parts[0] if len(parts) == 1 else np.stack(parts)
-
-    return {name: one(name, place) for name, place in where.items()}
+    return dict(Named(cfg, where, weights.__getitem__))
 
 
 def back(cfg: ModelConfig, where: dict[str, Place], weights: dict[str, Any], grads: dict[str, Any]) -> dict[str, Any]:
@@ -135,21 +67,6 @@ def back(cfg: ModelConfig, where: dict[str, Place], weights: dict[str, Any], gra
     for name in where:
         flat[source[name]] = grads[name]
     return {k: flat[starts[k] : starts[k] + w.size].reshape(w.shape) for k, w in weights.items()}
-
-
-def shaped(cfg: ModelConfig, name: str, w: Any) -> Any:
-    last = name.rsplit('.', 1)[-1]
-    mla = cfg.attention == 'mla'
-    heads = {'q': cfg.heads, 'k': cfg.resolved_kv_heads, 'v': cfg.resolved_kv_heads}
-    if last in heads:
-        return w.T.reshape(w.shape[1], heads[last], -1)
-    if last in ('q_bias', 'k_bias', 'v_bias'):
-        return w.reshape(heads[last[0]], cfg.resolved_head_dim)
-    if last == 'o':
-        return w.T.reshape(cfg.heads, cfg.value_dim, -1)
-    if last in ('attn_gain', 'ffn_gain'):
-        return w.reshape(())
-    return w.T if last in ('head', 'gate', 'up', 'down', 'router') or mla and last in ('q_a', 'kv_a', 'k_rope') else w
 
 
 def activation(text: str) -> str:
@@ -172,9 +89,16 @@ def read(golden: Map, config: dict[str, Any], weights: dict[str, Any]) -> tuple[
     N, D = facts['n_heads'], facts['d_model']
     mla, moe = facts.get('attention') == 'mla', facts.get('n_routed_experts', 0)
     K, H = (None, None) if mla else (facts.get('n_kv_heads') or N, facts.get('head_dim') or D // N)
-    rows = {} if mla else {'attn.q': N * H, 'attn.k': K * H, 'attn.v': K * H, 'ffn.up': facts['d_ff'], 'ffn.gate': facts['d_ff']}
-    where = places(golden, rows, facts, weights)
-    has = {'final_norm': 'norm_final.gain' in where, 'embedding_norm': 'norm_embed.gain' in where, 'embed_norm': 'norm_embed.gain' in where}
+    block = golden.layer(facts, 0)
+
+    def found(name):
+        """The weight of a parameter, outside the blocks or of the first one, where there is one."""
+        module, suffix = split(name)
+        theirs = golden.model[module] if module in golden.model else f'{golden.prefix}0.{block.get(module)}'
+        return weights.get(theirs + suffix)
+
+    has = {'final_norm': found('norm_final.gain') is not None, 'embedding_norm': found('norm_embed.gain') is not None}
+    has['embed_norm'] = has['embedding_norm']
     for key, there in has.items():
         if facts.get(key, there) != there:
             raise ValueError(f'config.json says {key} = {facts[key]}, the weights say {there}')
@@ -182,25 +106,26 @@ def read(golden: Map, config: dict[str, Any], weights: dict[str, Any]) -> tuple[
         if facts.get(key):
             raise ValueError(f'config.json sets {key} = {facts[key]}, which no map reads')
     norm = facts.get('norm', 'rms')
-    q_norm = where.get('layers.0.attn.norm_q.gain')
-    per_head = q_norm is None or 'layers.0.attn.norm_v.gain' in where  # with norms of q, k and v it is the topology that asks
+    q_norm = None if found('attn.norm_v.gain') is not None else found('attn.norm_q.gain')  # norms of q, k and v are the topology's
     cfg = dict(
         topology=golden.topology, layers=facts['n_layers'], width=D, heads=N, kv_heads=K, head_dim=H, ffn=facts['d_ff'],
         vocab=facts['vocab_size'], activation=activation(facts.get('ffn', 'swiglu')),
         norm='layernorm' if norm.startswith('LayerNorm') else 'rmsnorm', norm_unit_offset='1 + ' in norm, norm_eps=facts['norm_eps'],
-        norm_bias=any('norm_' in name and name.endswith('.bias') for name in where),
+        norm_bias=any(found(f'{m}.bias') is not None for m in block if 'norm_' in m),
         final_norm_eps=facts.get('final_norm_eps'), final_norm=has['final_norm'], embed_norm=has['embed_norm'],
         positions=positions(facts), rope_theta=facts.get('rope_theta', 10_000.0), attn_scale=facts.get('attn_scale'),
-        qk_norm='none' if per_head else 'head' if weights[q_norm.weights[0]].shape == (H,) else 'whole',
-        branch_gain='scalar' if 'layers.0.attn_gain' in where else 'none', resid_gain='layers.0.resid_gain' in where,
-        attn_bias='layers.0.attn.q_bias' in where, mlp_bias='layers.0.ffn.up_bias' in where,
-        tie_embeddings=facts.get('tie_embeddings', 'head' not in where),
+        qk_norm='none' if q_norm is None else 'head' if q_norm.shape == (H,) else 'whole',
+        branch_gain='scalar' if found('attn_gain') is not None else 'none', resid_gain=found('resid_gain') is not None,
+        attn_bias=found('attn.q_bias') is not None, mlp_bias=found('ffn.up_bias') is not None,
+        tie_embeddings=facts.get('tie_embeddings', found('head') is None),
         embed_scale=facts.get('embed_scale', D**0.5 if golden.scaled else 1.0) * facts.get('embedding_multiplier', 1.0),
         logit_scale=facts.get('logits_multiplier', 1.0),
     )  # fmt: skip
     cfg |= latent_fields(facts) if mla else {}
     cfg |= expert_fields(facts) if moe else {}
-    return ModelConfig(**cfg | golden.fields(facts)), where, facts
+    cfg = ModelConfig(**cfg | golden.fields(facts))
+    layout = Layout(golden.prefix, golden.model.__getitem__, lambda l, module: golden.layer(facts, l)[module], golden.fused)
+    return cfg, places(cfg, layout), facts
 
 
 def latent_fields(facts: Facts) -> dict[str, Any]:
@@ -226,17 +151,8 @@ def hidden0_scaled(golden: Map, facts: Facts) -> bool:
 
 # ----------------------------------------------------------------------- names
 
-QKV = {'attn.q': 'self_attn.q_proj', 'attn.k': 'self_attn.k_proj', 'attn.v': 'self_attn.v_proj'}
-HF_MODEL = {'embed': 'model.embed_tokens', 'head': 'lm_head', 'norm_final': 'model.norm'}
 REF_MODEL = {'embed': 'embed_tokens', 'head': 'lm_head', 'norm_embed': 'embed_norm', 'norm_final': 'final_norm'}
-HF_LAYER = QKV | {'attn.o': 'self_attn.o_proj', 'attn.norm_q': 'self_attn.q_norm', 'attn.norm_k': 'self_attn.k_norm'} | {
-    f'ffn.{k}': f'mlp.{k}_proj' for k in ('gate', 'up', 'down')
-}  # fmt: skip
-LLAMA = {'norm_attn_in': 'input_layernorm', 'norm_ffn_in': 'post_attention_layernorm'}
 SUMS = {'norm_attn_sum': 'post_attention_layernorm', 'norm_ffn_sum': 'post_feedforward_layernorm'}
-BRANCHES = {'norm_attn_branch': 'post_attention_layernorm', 'norm_ffn_branch': 'post_feedforward_layernorm'}
-GEMMA = BRANCHES | {'norm_attn_in': 'input_layernorm', 'norm_ffn_in': 'pre_feedforward_layernorm'}
-CLOVA = LLAMA | {'norm_attn_branch': 'post_norm1', 'norm_ffn_branch': 'post_norm2'}
 REF = {f'norm_{s}_{at}': f'{side}_{s}_norm' for s in ('attn', 'ffn') for at, side in (('in', 'pre'), ('sum', 'post'))}
 GATES = {'attn_gain': 'raw_scaling_factor_attn', 'ffn_gain': 'raw_scaling_factor_mlp'}
 OLMO_MODEL = {'embed': 'transformer.wte', 'head': 'transformer.ff_out', 'norm_final': 'transformer.ln_f'}
@@ -264,11 +180,11 @@ XT_LAYER = {f'attn.{k}': f'attn.to_{k}' for k in 'qkv'} | {'attn.o': 'attn.to_ou
 
 
 def hf(topology, norms, fields=lambda facts: {}, scaled=False, **defaults):
-    return Map(topology, 'model.layers.', HF_MODEL, lambda facts, l: HF_LAYER | norms, fields, {'norm_eps': 1e-6} | defaults, scaled)
+    return Map(topology, 'model.layers.', MODEL, lambda facts, l: BLOCK | norms, fields, {'norm_eps': 1e-6} | defaults, scaled)
 
 
 def ref(topology, fields=lambda facts: {}):
-    return Map(topology, 'layers.', REF_MODEL, lambda facts, l: HF_LAYER | REF, fields, {'norm_eps': 1e-5})
+    return Map(topology, 'layers.', REF_MODEL, lambda facts, l: BLOCK | REF, fields, {'norm_eps': 1e-5})
 
 
 def olmo(topology, norms, model=OLMO_MODEL):
@@ -291,7 +207,7 @@ def post_layers(facts):
 
 
 def mix_layer(facts, l):
-    return HF_LAYER | (SUMS if l < post_layers(facts) else LLAMA)
+    return BLOCK | (SUMS if l < post_layers(facts) else PRE)
 
 
 def without_alpha(facts):
@@ -305,13 +221,13 @@ def own_alpha(facts):
 
 
 MAPS = {
-    'hf_llama': hf('pre', LLAMA, norm_eps=1e-5),
-    'hf_gemma2': hf('sandwich', GEMMA, scaled=True, norm='rms, gain = 1 + weight', ffn='geglu: gelu_tanh'),
-    'hf_deepseek_v3': hf('pre', LLAMA),
-    'hf_deepseek_v3_noqlora': hf('pre', LLAMA),
+    'hf_llama': hf('pre', PRE, norm_eps=1e-5),
+    'hf_gemma2': hf('sandwich', SANDWICH, scaled=True, norm='rms, gain = 1 + weight', ffn='geglu: gelu_tanh'),
+    'hf_deepseek_v3': hf('pre', PRE),
+    'hf_deepseek_v3_noqlora': hf('pre', PRE),
     'ref_spannorm_mla_moe': ref('span', lambda facts: {'first_skip': 'normed' if facts.get('embed_norm_on_skip', False) else 'raw'}),
     'hf_olmo2': hf('reordered', BRANCHES, rope_theta=500_000.0),
-    'hf_hyperclovax_periln': hf('peri', CLOVA, lambda facts: {'branch_scale': facts.get('residual_multiplier', 1.0)}, norm_eps=1e-5),
+    'hf_hyperclovax_periln': hf('peri', PERI, lambda facts: {'branch_scale': facts.get('residual_multiplier', 1.0)}, norm_eps=1e-5),
     'xt_keel': Map(
         'keel', 'layers.', {'embed': 'token_emb.emb', 'head': 'to_logits', 'norm_final': 'final_norm'}, lambda facts, l: XT_LAYER,
         lambda facts: own_alpha(facts) | {'first_block': 'uniform'}, {'norm_eps': 0.0, 'rope_layout': 'interleaved'},
@@ -320,15 +236,15 @@ MAPS = {
     'ref_spannorm_skipnormed': ref('span', lambda facts: {'first_skip': 'normed' if facts.get('embed_norm_on_skip', True) else 'raw'}),
     'ref_postnorm': ref('post'),
     'ref_keel': ref('keel', own_alpha),
-    'mixln_llama_pre': hf('pre', LLAMA),
+    'mixln_llama_pre': hf('pre', PRE),
     'mixln_llama_post': hf('post', SUMS),
     'mixln_llama_mix': Map(
-        'mixln', 'model.layers.', HF_MODEL, mix_layer, lambda facts: {'post_fraction': post_layers(facts) / facts['n_layers']},
+        'mixln', 'model.layers.', MODEL, mix_layer, lambda facts: {'post_fraction': post_layers(facts) / facts['n_layers']},
         {'norm_eps': 1e-6}),
     'mixln_llama_deepnorm': hf('deepnorm', SUMS, own_alpha, alpha=8**0.5),  # hard-wired there, whatever the depth
-    'mixln_llama_sandwich': hf('sandwich', GEMMA),
-    'mixln_llama_scalarres': hf('pre', LLAMA | GATES),
-    'lns_llama_lns': hf('lns', LLAMA),
+    'mixln_llama_sandwich': hf('sandwich', SANDWICH),
+    'mixln_llama_scalarres': hf('pre', PRE | GATES),
+    'lns_llama_lns': hf('lns', PRE),
     'hybridnorm_olmo': olmo('hybrid', {'norm_ffn_in': 'ff_norm'}),
     'hybridnorm_star_olmo': olmo('hybrid_star', {'norm_attn_in': 'attn_norm', 'norm_ffn_in': 'ff_norm'}),
     'siamesenorm_olmo': olmo('siamese_olmo', SIAMESE, OLMO_MODEL | EXITS),

@@ -336,6 +336,48 @@ MUTATIONS = [
         'sums[site] = skip, o',
         options('pre-scalar-gains'),
     ),
+    Mutation(
+        'manifest: checksums are not compared',
+        'manifest.py',
+        'if now != said[name]]',
+        'if now[0] != said[name][0]]',
+        ('tests/test_manifest.py::test_a_flip_of_any_bit_is_found',),
+    ),
+    Mutation(
+        'manifest: its own table is believed',
+        'manifest.py',
+        " or tree.get('sha256') != _of_table(files)",
+        '',
+        ('tests/test_manifest.py::test_a_flip_of_any_bit_is_found',),
+    ),
+    Mutation(
+        'manifest: files it does not name pass',
+        'manifest.py',
+        'for name in sorted(found.keys() - said.keys())',
+        'for name in ()',
+        ('tests/test_manifest.py::test_damage_is_named',),
+    ),
+    Mutation(
+        'manifest: a step without one counts',
+        'manifest.py',
+        'if sealed(path) or not _unfinished(path))',
+        'if True)',
+        ('tests/test_manifest.py::test_what_counts_as_a_checkpoint',),
+    ),
+    Mutation(
+        'checkpoint: old ones go before the new one is sealed',
+        'checkpoint.py',
+        'manifest.seal(self.folder / str(step))\n        steps = self.steps()',
+        'steps = [*self.steps(), step]',
+        ('tests/test_restart.py::test_nothing_old_is_removed_before_the_new_one_is_sealed',),
+    ),
+    Mutation(
+        'resume: changes that need a flag pass',
+        'resume.py',
+        'if c.rule.kind == FLAG and c.field not in accepted]',
+        'if False]',
+        ('tests/test_restart.py::test_changes_are_refused_accepted_or_forbidden_in_three_columns',),
+    ),
 ]
 
 

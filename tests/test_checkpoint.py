@@ -14,6 +14,7 @@ import pytest
 from fakes import TINY
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spannorm_jax import manifest
 from spannorm_jax.checkpoint import Checkpoints
 from spannorm_jax.config import MeshConfig
 from spannorm_jax.errors import BadData, MissingInput, StorageError
@@ -116,12 +117,14 @@ def test_a_torn_position_is_named(copy):
 def test_a_newer_format_is_refused(copy):
     path = copy / '3' / 'meta' / 'metadata'
     path.write_text(json.dumps(json.loads(path.read_text()) | {'format': 99}))
-    with Checkpoints(copy) as ckpt, pytest.raises(BadData, match='format 99, this package reads 1: upgrade'):
+    manifest.seal(copy / '3')
+    with Checkpoints(copy) as ckpt, pytest.raises(BadData, match='format 99, this package reads 2: upgrade'):
         ckpt.meta(3)
 
 
 def test_a_foreign_checkpoint_is_refused(copy):
     (copy / '3' / 'meta' / 'metadata').write_text('{"hello": 1}')
+    manifest.seal(copy / '3')
     with Checkpoints(copy) as ckpt, pytest.raises(BadData, match='was not written by spannorm_jax'):
         ckpt.meta(3)
 

@@ -1,5 +1,7 @@
 """Configuration: JSON round trip, strictness, edits, identity."""
 
+import hashlib
+import json
 import math
 
 import pytest
@@ -43,6 +45,10 @@ def test_identity_holds_what_changes_numbers_and_nothing_else():
     ):
         assert run_id(edit(base, change)) != run_id(base)
     assert run_id(base).startswith('run-') and len(run_id(base)) == len('run-') + 8
+    # what is at its default is no part of it: a field that a later version adds renames no run
+    told = {'name': 'run', 'model': {'layers': 3}, 'data': {}, 'optim': {}, 'mesh': {}, 'run': {}}
+    text = json.dumps(told, sort_keys=True)
+    assert run_id(edit(base, {'model.layers': 3, 'run.root': 'x'})) == f'run-{hashlib.sha256(text.encode()).hexdigest()[:8]}'
 
 
 @pytest.mark.parametrize(

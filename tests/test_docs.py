@@ -88,6 +88,17 @@ def test_recipes_of_pods():
     assert set(launch.START) <= set(re.findall(r'JAX_\w+', text))
 
 
+@pytest.mark.parametrize('page', [p for p in PAGES if '.py::' in p.read_text()], ids=lambda p: p.name)
+def test_promises_name_tests_that_exist(page):
+    """`test_file.py::test_name`, and `::test_name` of the file named before it."""
+    file, found = None, 0
+    for name, test in re.findall(r'`(?:tests/)?(test_\w+\.py)?::(\w+)`', page.read_text()):
+        file = name or file
+        assert f'\ndef {test}(' in (ROOT / 'tests' / file).read_text(), f'{file}::{test}'
+        found += 1
+    assert found
+
+
 def tiny(folder):
     (folder / 'text').mkdir()
     for i in range(80):

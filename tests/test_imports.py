@@ -13,14 +13,17 @@ PACKAGE = ROOT / 'spannorm_jax'
 
 # A file imports only from above it; a folder counts as one file.
 ORDER = (
-    'errors fields chips topology model_config config load initializers sharding rollcall launch distributed embedding '
-    'attention layers streams dispatch mla moe model loss optim data step program checkpoint track plot rundir host train '
-    'diagnostics hlo plan search report bench sweep interop compare catalog audit doctor score gallery page '
-    'diagnose progress commands cli __main__ __init__ '
+    'errors fields json_file manifest chips topology parametrization model_config config resume load initializers sharding rollcall launch '
+    'distributed watchdog embedding attention cache layers streams dispatch mla moe model loss optim coordinates data step program layout '
+    'checkpoint track nonfinite plot rundir restart host train '
+    'diagnostics theory hlo plan search report bench stats figures experiment sweep launchers interop compare catalog audit doctor '
+    'score generate gallery page diagnose progress worker results_page commands cli __main__ __init__ '
 ).split()
 CORE = ORDER[: ORDER.index('loss') + 1]
 CORE_LIBRARIES = {'jax', 'flax', 'jaxtyping', 'numpy'}
-LIGHT = 'errors fields chips topology model_config config load cli commands __main__ __init__'.split()
+LIGHT = (
+    'errors fields json_file manifest chips topology parametrization model_config config resume load cli commands __main__ __init__'.split()
+)
 
 
 def modules():
@@ -91,7 +94,7 @@ def test_light_modules_import_nothing_heavy(name):
 def test_environment_is_read_in_few_places():
     """Nothing that computes depends on the environment."""
     readers = {p.stem for p in PACKAGE.rglob('*.py') if 'os.environ' in p.read_text()}
-    assert readers <= {'__main__', 'doctor', 'host', 'launch', 'pipeline', 'plan', 'track'}
+    assert readers <= {'__main__', 'doctor', 'host', 'launch', 'pipeline', 'plan', 'sweep', 'track'}
 
 
 def test_every_library_is_declared():

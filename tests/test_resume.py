@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 from fakes import TINY, FakeCorpus
 
+from spannorm_jax import manifest
 from spannorm_jax.checkpoint import Checkpoints
 from spannorm_jax.config import edit
 from spannorm_jax.errors import BadData, UserError
@@ -117,7 +118,7 @@ def test_a_torn_newest_checkpoint_stops_the_resume_and_is_named(tmp_path):
     path = tmp_path / 'run' / 'checkpoints' / '5' / 'meta' / 'metadata'
     path.write_text(path.read_text()[:50])
     rows = (tmp_path / 'run' / 'metrics.jsonl').read_text()
-    with pytest.raises(BadData, match="checkpoints/5' is damaged.*remove that folder to go on from the one before"):
+    with pytest.raises(BadData, match="checkpoints/5' is damaged: 'meta/metadata' has 50 bytes.*go on from the one before, remove that"):
         fit(cfg, corpus=FakeCorpus())
     assert (tmp_path / 'run' / 'metrics.jsonl').read_text() == rows
 
@@ -126,7 +127,7 @@ def test_a_checkpoint_of_another_model_is_named(straight, tmp_path):
     cfg = edit(CFG, {'run.dir': str(tmp_path / 'run'), 'model.width': 32})
     (tmp_path / 'run').mkdir()
     (tmp_path / 'run' / 'checkpoints').symlink_to(straight / 'checkpoints')
-    with pytest.raises(UserError, match=r'model.width  16   32'):
+    with pytest.raises(UserError, match=r'model.width +16 +32 +forbidden: other parameters'):
         fit(cfg, corpus=FakeCorpus())
     assert not (tmp_path / 'run' / 'config.json').exists() and not (tmp_path / 'run' / 'metrics.jsonl').exists()
 
@@ -136,7 +137,7 @@ def test_the_checkpoint_guards_the_configuration_where_config_json_is_gone(tmp_p
     fit(cfg, corpus=FakeCorpus(), stop=at(2))
     (folder / 'config.json').unlink()
     rows = rows_of(folder, perf=True)
-    with pytest.raises(UserError, match=r'optim.lr_peak   0.01      0.5\n'):
+    with pytest.raises(UserError, match=r'optim.lr_peak +0.01 +0.5 +needs run.accept: another rate'):
         fit(edit(cfg, {'optim.lr_peak': 0.5, 'optim.schedule': 'constant'}), corpus=FakeCorpus())
     assert not (folder / 'config.json').exists() and rows_of(folder, perf=True) == rows
 
@@ -148,6 +149,7 @@ def test_a_meta_of_a_wrong_shape_is_named(straight, tmp_path, meta):
     shutil.copytree(straight, tmp_path / 'run')
     (tmp_path / 'run' / 'outcome.json').unlink()
     (tmp_path / 'run' / 'checkpoints' / '9' / 'meta' / 'metadata').write_text(meta)
+    manifest.seal(tmp_path / 'run' / 'checkpoints' / '9')
     with pytest.raises(BadData, match="checkpoints/9'.*remove that folder"):
         fit(edit(CFG, {'run.dir': str(tmp_path / 'run')}), corpus=FakeCorpus())
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from spannorm_jax.errors import BadData, MissingInput
+from spannorm_jax.json_file import LARGE, read_json
 
 VERSION = 1
 SPLITS = ('train', 'validation', 'test')
 DTYPES = {'<u2': 1 << 16, '<u4': 1 << 31}  # and how many ids fit; rows are int32
 TOKENIZER_FILES = ('tokenizer.model', 'tokenizer.json')
-META_BYTES = 256 << 20  # a vocabulary of a million ids needs some 10 MB
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,11 @@ def read_meta(folder: Path) -> Meta:
 
 def _load(path: Path) -> Any:
     try:
-        if path.stat().st_size > META_BYTES:
-            raise BadData(f'{str(path)!r} is damaged: longer than {META_BYTES >> 20} MiB; prepare the folder again')
-        return json.loads(path.read_text('utf-8'))
+        return read_json(path, LARGE)  # a vocabulary of a million ids needs some 10 MB
     except OSError as e:
         raise MissingInput(f'cannot read {str(path)!r}: {e.strerror}') from None
-    except (ValueError, RecursionError) as e:
-        raise BadData(f'{str(path)!r} is damaged, not JSON ({e}); prepare the folder again') from None
+    except BadData as e:
+        raise BadData(f'{str(path)!r} is damaged ({e}); prepare the folder again') from None
 
 
 class _Wrong(Exception):

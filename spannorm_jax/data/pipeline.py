@@ -51,6 +51,12 @@ def open_data(cfg: DataConfig, progress: Progress | None = None) -> 'Corpus':
     return corpus
 
 
+def tokenizer_of(cfg: DataConfig) -> Tokenizer:
+    """The tokenizer of a run, without its data: that of the prepared folder where `cfg` names one."""
+    folder = Path(cfg.source)
+    return Corpus(folder, read_meta(folder)).tokenizer if is_prepared(folder) else load_tokenizer(cfg.tokenizer)
+
+
 def _cache(cfg: DataConfig) -> Path:
     if cfg.cache:
         return Path(cfg.cache)

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from spannorm_jax.errors import BadData, MissingInput, UserError
+from spannorm_jax.json_file import LARGE, read_bytes, read_json
 
+FILE_BYTES = 256 << 20  # the largest tokenizers in use have some 30 MB
 BYTES_FINGERPRINT = hashlib.sha256(b'256 bytes, separator 256').hexdigest()
 # Names that BOS and EOS go by when tokenizer_config.json is not there to tell; the first one present is taken.
 BOS_NAMES = ('<s>', '<|begin_of_text|>', '<bos>', '[BOS]', '<|startoftext|>')
@@ -64,7 +66,7 @@ class SentencePieceTokenizer(Tokenizer):
             import sentencepiece
         except ImportError:
             raise UserError(f"tokenizer {name!r} needs sentencepiece: pip install 'spannorm-jax[hf]'") from None
-        data = path.read_bytes()
+        data = read_bytes(path, FILE_BYTES)
         try:
             self.model = sentencepiece.SentencePieceProcessor(model_proto=data)
         except (RuntimeError, ValueError) as e:
@@ -100,7 +102,7 @@ class HuggingFaceTokenizer(Tokenizer):
             import tokenizers
         except ImportError:
             raise UserError(f"tokenizer {name!r} needs tokenizers: pip install 'spannorm-jax[hf]'") from None
-        data = path.read_bytes()
+        data = read_bytes(path, FILE_BYTES)
         try:
             self.model = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as e:  # the library raises bare Exception
@@ -134,9 +136,9 @@ class HuggingFaceTokenizer(Tokenizer):
 def _said(path: Path) -> dict[str, str]:
     """bos_token and eos_token of a tokenizer_config.json, where it names them. Raises: BadData."""
     try:
-        tree = json.loads(path.read_text('utf-8'))
-    except (ValueError, RecursionError) as e:
-        raise BadData(f'{str(path)!r} is not JSON: {e}; mend it or take it away') from None
+        tree = read_json(path, LARGE)
+    except BadData as e:
+        raise BadData(f'{e}; mend it or take it away') from None
     if not isinstance(tree, dict):
         raise BadData(f'{str(path)!r} is a {type(tree).__name__}, expected an object; mend it or take it away')
     said = {}

@@ -1,0 +1,302 @@
+"""Faults, from outside, on real processes: whatever ends a run, the next start goes on, and the run is in the end the one never touched.
+
+`pytest -m reliability` runs a tour: one run is killed (SIGKILL) at some of the named points, in turn. With --full at all of them, the other
+faults, and random points and moments, at least KILLS of them, of runs of one process and of two, dense and with experts; the seed and
+the count are printed.
+"""
+
+import json
+import os
+import pathlib
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from test_distributed import free_port
+from test_resume import arrays, rows_of
+from victim import POINTS
+
+from spannorm_jax import manifest
+
+pytestmark = pytest.mark.reliability
+KILLS = int(os.environ.get('RELIABILITY_KILLS', 200))
+SEED = int(os.environ.get('RELIABILITY_SEED', 20261130))
+STEPS = 10
+WAIT_S = 240.0
+SMALL = {
+    'model.vocab': 257, 'model.dropout': 0.1, 'data.seq': 16, 'run.steps': STEPS,
+    'run.checkpoint_every': 2, 'run.eval_every': 4, 'run.eval_tokens': 300, 'run.keep': 1,
+}  # fmt: skip
+QUICK = [
+    'prepare: before meta.json',
+    'after the arrays, before the name',
+    'before retention',
+    'within retention',
+    'metrics flush',
+    'evaluation',
+]
+MODELS = {
+    'dense': {'model.topology': 'pre', 'model.layers': 1},
+    'moe': {'model.topology': 'peri', 'model.layers': 2, 'model.experts': 4, 'model.first_dense': 1},
+}
+
+
+class Victim:
+    """One process that trains when told to, and is killed when it has come far enough."""
+
+    def __init__(self, mark):
+        self.mark = pathlib.Path(mark)
+        folder = pathlib.Path(__file__).parent
+        env = os.environ | {'PYTHONPATH': f'{folder.parent}{os.pathsep}{os.environ.get("PYTHONPATH", "")}', 'PYTHONWARNINGS': 'ignore'}
+        self.process = subprocess.Popen(
+            [sys.executable, str(folder / 'victim.py')],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        self.pid = None
+
+    def start(self, config, at=None, fault=None, env=None):
+        if self.pid is not None:  # a test that failed left it
+            self.kill(signal.SIGKILL)
+            self.end()
+        self.mark.unlink(missing_ok=True)
+        order = {'config': config, 'at': at, 'fault': fault, 'env': env or {}, 'mark': str(self.mark)}
+        self.process.stdin.write(json.dumps(order) + '\n')
+        self.process.stdin.flush()
+        self.pid = self.read('pid')
+
+    def read(self, word):
+        said, number = self.process.stdout.readline().split()
+        assert said == word
+        return int(number)
+
+    def kill(self, number):
+        os.kill(self.pid, number)  # or its zombie, which its parent keeps until the next order
+
+    def gone(self):
+        return select.select([self.process.stdout], [], [], 0)[0] != []
+
+    def signal_at_mark(self, number):
+        """Send it once the run is where it should be; False where it ended before it got there."""
+        deadline = time.monotonic() + WAIT_S
+        while not self.mark.exists():
+            if self.gone():
+                return False
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.005)
+        self.kill(number)
+        return True
+
+    def end(self):
+        code, self.pid = self.read('end'), None
+        return code
+
+    def said(self):
+        log = pathlib.Path(f'{self.mark}.log')
+        return log.read_text() if log.exists() else ''
+
+    def close(self):
+        if self.pid is not None:
+            self.kill(signal.SIGKILL)
+        self.process.stdin.close()
+        self.process.wait(60)
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('text')
+    for i in range(120):
+        (folder / f'{i}.txt').write_text(f'document {i}: ' + 'some words, ' * (3 + i % 7))
+    return folder
+
+
+@pytest.fixture(scope='module')
+def victim(tmp_path_factory):
+    made = Victim(tmp_path_factory.mktemp('victim') / 'here')
+    yield made
+    made.close()
+
+
+def config(text, folder, model='dense', **more):
+    """Of a run whose prepared data is its own, so that preparing is killed too."""
+    return SMALL | MODELS[model] | {'data.source': str(text), 'data.cache': f'{folder}.data', 'run.dir': str(folder)} | more
+
+
+@pytest.fixture(scope='module')
+def straight(tmp_path_factory, text, victim):
+    """The run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp('straight') / 'dense'
+    victim.start(config(text, folder))
+    assert victim.end() == 0, victim.said()
+    return folder
+
+
+def same(a, b):
+    """Bit for bit: parameters, moments, position in the data, and every row of metrics but for the speed."""
+    (x, x_meta), (y, y_meta) = arrays(a), arrays(b)
+    assert x_meta == y_meta and x_meta['step'] == STEPS
+    assert jax.tree.structure(x) == jax.tree.structure(y)
+    jax.tree.map(np.testing.assert_array_equal, x, y)
+    assert rows_of(a) == rows_of(b) and [row['step'] for row in rows_of(a)] == list(range(1, STEPS + 1))
+    assert manifest.steps(b / 'checkpoints') == [STEPS] and manifest.leftovers(b / 'checkpoints') == []
+    assert json.loads((b / 'outcome.json').read_text())['status'] == 'completed'
+
+
+def committed(folder):
+    return manifest.steps(folder / 'checkpoints')
+
+
+@pytest.mark.parametrize('points', [QUICK, pytest.param(list(POINTS), marks=pytest.mark.full)], ids=['quick', 'all'])
+def test_killed_at_named_points_in_turn(tmp_path, text, victim, straight, points):
+    folder, newest = tmp_path / 'run', 0
+    for point in points:
+        victim.start(config(text, folder), at=[point, 1])
+        assert victim.signal_at_mark(signal.SIGKILL), f'never came to {point!r}: {victim.said()}'
+        assert victim.end() == -signal.SIGKILL
+        now = max(committed(folder), default=0)
+        assert now >= newest, f'a committed checkpoint was lost at {point!r}'
+        assert all(not manifest.faults(folder / 'checkpoints' / str(step)) for step in committed(folder)), point
+        newest = now
+    victim.start(config(text, folder))
+    assert victim.end() == 0, victim.said()
+    same(straight, folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('fault, code, words', [('disk_full', 74, 'File too large'), ('read_only', 74, 'Permission denied')])
+def test_a_store_that_cannot_be_written(tmp_path, text, victim, straight, fault, code, words):
+    """The run ends with its cause before the old checkpoint is touched, and goes on once there is room."""
+    folder = tmp_path / 'run'
+    victim.start(config(text, folder), at=['within the manifest', 2])  # so that there is a checkpoint
+    assert victim.signal_at_mark(signal.SIGKILL) and victim.end() == -signal.SIGKILL
+    before = committed(folder)
+    if fault == 'read_only':
+        for path in (tmp_path, *tmp_path.rglob('*')):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+    victim.start(config(text, folder), fault=fault)
+    assert (victim.end(), words in victim.said()) == (code, True), victim.said()
+    if fault == 'read_only':
+        for path in (tmp_path, *tmp_path.rglob('*')):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+    assert before and max(committed(folder)) >= max(before)
+    assert all(not manifest.faults(folder / 'checkpoints' / str(step)) for step in committed(folder))
+    victim.start(config(text, folder))
+    assert victim.end() == 0, victim.said()
+    same(straight, folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('fault', ['slow_store', 'clock_jumps'])
+def test_a_slow_store_and_a_jumping_clock_change_nothing(tmp_path, text, victim, straight, fault):
+    victim.start(config(text, tmp_path / 'run'), fault=fault)
+    assert victim.end() == 0, victim.said()
+    same(straight, tmp_path / 'run')
+
+
+@pytest.mark.full
+def test_a_run_that_hangs_says_where_and_ends_with_71(tmp_path, text, victim, straight):
+    folder = tmp_path / 'run'
+    victim.start(config(text, folder, **{'run.hang_s': 3.0}), fault='hang')
+    assert victim.end() == 71, victim.said()
+    assert 'no sign of life for 3 s (run.hang_s) since' in victim.said() and 'in stuck' in (folder / 'hang.txt').read_text()
+    assert json.loads((folder / 'outcome.json').read_text())['status'] == 'failed'
+    victim.start(config(text, folder))
+    assert victim.end() == 0, victim.said()
+    same(straight, folder)
+
+
+@pytest.mark.full
+def test_signals_while_the_step_compiles_and_while_data_is_awaited(tmp_path, text, victim, straight):
+    folder = tmp_path / 'run'
+    victim.start(config(text, folder), fault='slow_compile')
+    while 'compiling the step' not in victim.said():
+        time.sleep(0.02)
+    begun = time.monotonic()
+    victim.kill(signal.SIGTERM)
+    assert victim.end() == 75 and time.monotonic() - begun < 20 and committed(folder) == []
+    victim.start(config(text, folder), fault='slow_data')
+    assert victim.signal_at_mark(signal.SIGUSR1)
+    assert victim.end() == 75 and committed(folder) == [5], victim.said()  # saved where it stood, between two checkpoints
+    victim.start(config(text, folder))
+    assert victim.end() == 0, victim.said()
+    same(straight, folder)
+
+
+def kill_at_random(draw, victims, configs, folder):
+    """One start that ends by a signal, or by itself before the signal comes; how it ended."""
+    point, number = draw.choice([*POINTS, None, None]), draw.choice([signal.SIGKILL] * 3 + [signal.SIGTERM, signal.SIGUSR1])
+    hit = draw.choice(victims)
+    if len(victims) == 2:
+        address = f'localhost:{free_port()}'
+    for i, v in enumerate(victims):
+        env = {} if len(victims) == 1 else {
+            'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': '2', 'JAX_PROCESS_ID': str(i), 'SPANNORM_LOST_S': '10'
+        }  # fmt: skip
+        v.start(configs, at=[point, draw.randint(1, 3)] if point and v is hit else None, env=env)
+    if point:
+        killed = hit.signal_at_mark(signal.SIGKILL)
+    else:
+        deadline = time.monotonic() + draw.uniform(0.5, 8)
+        while time.monotonic() < deadline and not hit.gone():
+            time.sleep(0.01)
+        killed = not hit.gone()
+        if killed:
+            hit.kill(number)
+    codes = [v.end() for v in victims]
+    for v, code in zip(victims, codes, strict=True):
+        assert code in (0, 75, 130, -signal.SIGKILL, -signal.SIGABRT), (point, codes, v.said()[-3000:])
+    return killed, point or number.name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('processes, model, share', [(1, 'dense', 0.55), (1, 'moe', 0.3), (2, 'moe', 0.15)])
+def test_random_kills(tmp_path, text, processes, model, share, capsys):
+    draw = random.Random(f'{SEED} {processes} {model}')
+    victims = [Victim(tmp_path / f'here{i}') for i in range(processes)]
+    more = {'mesh.devices': 2} if processes == 2 else {}
+    wanted, kills, runs, where = round(KILLS * share), 0, 0, {}
+
+    def finish(folder):
+        address = f'localhost:{free_port()}'
+        for i, v in enumerate(victims):
+            env = {} if processes == 1 else {
+                'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': '2', 'JAX_PROCESS_ID': str(i), 'SPANNORM_LOST_S': '10'
+            }  # fmt: skip
+            v.start(config(text, folder, model, **more), env=env)
+        assert [v.end() for v in victims] == [0] * processes, [v.said()[-3000:] for v in victims]
+
+    try:
+        finish(tmp_path / 'straight')
+        while kills < wanted:
+            folder = tmp_path / f'run{runs}'
+            for _ in range(draw.randint(3, 8)):
+                newest = max(committed(folder), default=0)
+                killed, how = kill_at_random(draw, victims, config(text, folder, model, **more), folder)
+                kills += killed
+                where[how] = where.get(how, 0) + killed
+                assert max(committed(folder), default=0) >= newest, f'lost at {how}'
+                if not killed and committed(folder) == [STEPS]:
+                    break
+            finish(folder)
+            same(tmp_path / 'straight', folder)
+            shutil.rmtree(folder)
+            runs += 1
+            with capsys.disabled():
+                print(f'\nseed {SEED}, {processes} process(es), {model}: {kills} kills over {runs} runs, none lost', flush=True)
+    finally:
+        for v in victims:
+            v.close()
+    with capsys.disabled():
+        print(f'{where}')

@@ -1,0 +1,79 @@
+"""What keeps a run from waiting for ever, or from not hearing that it should end."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from spannorm_jax import watchdog
+from spannorm_jax.host import Interrupted, Signals, patiently
+from spannorm_jax.watchdog import Watchdog
+
+pytestmark = pytest.mark.reliability
+
+
+def test_the_watchdog_barks_at_silence_and_at_nothing_else(tmp_path, monkeypatch):
+    now, barked = [100.0], threading.Event()
+    monkeypatch.setattr(watchdog.time, 'monotonic', lambda: now[0])
+    monkeypatch.setattr(Watchdog, '_end', lambda self, why: (said.append(str(why)), barked.set()))
+    said = []
+    with Watchdog(1.0, tmp_path) as dog:
+        for _ in range(3):
+            now[0] += 0.9
+            assert not barked.wait(0.25)  # two looks
+            dog.beat('step 7 was done')
+        now[0] += 1.1
+        assert barked.wait(10) and said[0].startswith('no sign of life for 1 s (run.hang_s) since step 7 was done; run again')
+    barked.clear()
+    with Watchdog(0.0, tmp_path):
+        now[0] += 1e9
+        assert not barked.wait(0.25)
+
+
+def test_the_end_is_71_with_the_stacks(tmp_path):
+    code = f"""
+import pathlib, time
+from spannorm_jax.watchdog import Watchdog
+def stuck():
+    time.sleep(600)
+with Watchdog(0.2, pathlib.Path({str(tmp_path)!r}), lambda why: print('last words', flush=True)):
+    stuck()
+"""
+    root = pathlib.Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (71, 'last words\n')
+    assert 'no sign of life for 0.2 s' in done.stderr and 'in stuck' in done.stderr and 'in stuck' in (tmp_path / 'hang.txt').read_text()
+
+
+def test_work_that_lasts_is_left_for_a_signal():
+    release = threading.Event()
+    with Signals() as signals:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(Interrupted):
+            patiently(lambda: release.wait(60), signals.check)
+    release.set()
+    assert patiently(lambda: 7, lambda: None) == 7
+    for error in (ValueError('the compiler is out of memory'), TimeoutError('its own')):
+
+        def fail(error=error):
+            raise error
+
+        with pytest.raises(type(error), match=str(error)):
+            patiently(fail, lambda: None)
+
+
+def test_a_wait_for_data_hears_a_signal_and_other_places_do_not_raise():
+    with Signals() as signals:
+        with pytest.raises(Interrupted), signals.heard_at_once():
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            time.sleep(60)
+        assert signals.seen
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.01)  # here it is only noted
+        with pytest.raises(Interrupted), signals.heard_at_once():  # one that came before counts too
+            pytest.fail('went on')
