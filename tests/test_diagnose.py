@@ -37,9 +37,15 @@ def config(tmp_path, text, **changes):
     return edit(Config(), small | {'data.source': str(text), 'data.cache': str(tmp_path / 'cache'), 'run.root': str(tmp_path)} | changes)
 
 
-@pytest.mark.parametrize('name, fields', [('span', {'experts': 4, 'expert_ffn': 8, 'shared_experts': 1, 'first_dense': 1}),
-                                          pytest.param('siamese', {}, marks=pytest.mark.full),
-                                          pytest.param('hc', {'tie_embeddings': True}, marks=pytest.mark.full)])  # fmt: skip
+MODELS = {
+    'pre': {},
+    'span': {'experts': 4, 'expert_ffn': 8, 'shared_experts': 1, 'first_dense': 1},
+    'siamese': {},
+    'hc': {'tie_embeddings': True},
+}
+
+
+@pytest.mark.parametrize('name, fields', [c if c[0] == 'pre' else pytest.param(*c, marks=pytest.mark.full) for c in MODELS.items()])
 def test_every_diagnostic_measures_and_is_drawn(name, fields):
     """All keys that are drawn are there and finite where they must be; each has its picture in both themes, and its words on the page."""
     cfg = edit(Config(), {'model': tiny(name, **fields), 'run.steps': 4})
