@@ -1,5 +1,7 @@
 """muP and CompleteP: every factor against its published formula, what the model does with it, and the coordinate check."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,13 +111,23 @@ def test_the_state_of_the_optimizer_is_as_before():
     assert len(state) == 4
 
 
-def test_logits_and_scores():
-    """The logits of a model that is n times as wide are divided by n, its scores by sqrt(H base_head_dim)... over H."""
-    wide = SMALL | dict(width=64)
-    cfg, tokens = ModelConfig(topology='post', **wide, **MUP), jnp.arange(12).reshape(2, 6) % 31
+@pytest.mark.parametrize(
+    'fields', [dict(topology='post', layers=2, **MUP), dict(topology='pre', layers=8, **COMPLETE)], ids=['mup', 'completep']
+)
+def test_logits_scores_and_what_an_export_says(fields):
+    """Four times the width: logits over 4, scores times sqrt(8) / 32, and over four times the depth branches over 4; `settled` says so
+    in the fields of a standard config, which computes the same logits."""
+    cfg, tokens = ModelConfig(**SMALL | dict(width=64) | fields), jnp.arange(12).reshape(2, 6) % 31
     params = LM(cfg).init(jax.random.key(0))
-    same = ModelConfig(topology='post', **wide, logit_scale=1 / 4, attn_scale=8**0.5 / 32)
-    np.testing.assert_array_equal(jax.jit(LM(cfg).apply)(params, tokens), jax.jit(LM(same).apply)(params, tokens))
+    settled = parametrization.settled(cfg)
+    assert (settled['logit_scale'], settled['attn_scale']) == (1 / 4, pytest.approx(8**0.5 / 32))
+    assert settled.get('branch_scale', 1.0) == (1 / 4 if cfg.layers == 8 else 1)
+    same = dataclasses.replace(cfg, **settled)
+    assert same.parametrization == 'standard'
+    want, got = (jax.jit(LM(c).apply)(params, tokens) for c in (cfg, same))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    with pytest.raises(UserError, match='0.25'):
+        parametrization.settled(ModelConfig(**SMALL | dict(layers=8, topology='span'), **COMPLETE))
 
 
 @pytest.mark.parametrize('name', DEEP)
