@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from spannorm_jax.config import Config as Config
     from spannorm_jax.config import ModelConfig as ModelConfig
     from spannorm_jax.config import edit as edit
-    from spannorm_jax.coordinates import coordinate_check as coordinate_check
+    from spannorm_jax.diagnostics import coordinate_check as coordinate_check
     from spannorm_jax.layers import Attention as Attention
     from spannorm_jax.layers import Mlp as Mlp
     from spannorm_jax.layers import Norm as Norm
@@ -28,7 +28,7 @@ __version__ = '0.1.0'
 
 _HOME = {
     'config': ('Config', 'ModelConfig', 'edit'),
-    'coordinates': ('coordinate_check',),
+    'diagnostics': ('coordinate_check',),
     'layers': ('Attention', 'Mlp', 'Norm'),
     'load': ('load_config',),
     'mla': ('LatentAttention',),

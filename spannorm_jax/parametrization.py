@@ -99,6 +99,25 @@ def branch_scale(cfg: Any, where: str) -> float:
     return depth_ratio(cfg) ** -cfg.depth_alpha if TOPOLOGIES[cfg.topology].depth == where else 1.0
 
 
+def settled(cfg: Any) -> dict[str, Any]:
+    """The fields with which a `standard` config computes the same function of the same parameters, for layouts that know no other.
+
+    Raises: UserError where no field holds the factor on the branches.
+    """
+    if cfg.parametrization == 'standard':
+        return {}
+    fields = {'parametrization': 'standard', 'attn_scale': attn_scale(cfg), 'logit_scale': logit_scale(cfg), 'depth_alpha': 1.0}
+    fields |= dict.fromkeys(('base_width', 'base_head_dim', 'base_layers'))
+    if branch_scale(cfg, 'branch') != 1:
+        raise UserError(
+            f'the factor of {cfg.parametrization} on the branches of {cfg.topology!r} has no place in this layout: multiply the output '
+            f'projections of attention and FFN by {branch_scale(cfg, "branch"):g} and set model.parametrization standard'
+        )
+    if (factor := branch_scale(cfg, 'add')) != 1:
+        fields['branch_scale'] = cfg.branch_scale * factor
+    return fields
+
+
 def factors(cfg: Any, role: str, in_block: bool) -> Factors:
     """Adam's factors for a parameter of this role; `in_block`: of a block, not of embedding, head and the norms outside the blocks.
 

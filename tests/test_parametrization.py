@@ -1,5 +1,7 @@
 """muP and CompleteP: every factor against its published formula, what the model does with it, and the coordinate check."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from fakes import TINY
 
 from spannorm_jax import LM, Block, ModelConfig, coordinate_check, parametrization
 from spannorm_jax.config import Config, edit
+from spannorm_jax.diagnostics import size_slopes
 from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import Init, Param
 from spannorm_jax.model import each_param, infos
@@ -108,13 +111,23 @@ def test_the_state_of_the_optimizer_is_as_before():
     assert len(state) == 4
 
 
-def test_logits_and_scores():
-    """The logits of a model that is n times as wide are divided by n, its scores by sqrt(H base_head_dim)... over H."""
-    wide = SMALL | dict(width=64)
-    cfg, tokens = ModelConfig(topology='post', **wide, **MUP), jnp.arange(12).reshape(2, 6) % 31
+@pytest.mark.parametrize(
+    'fields', [dict(topology='post', layers=2, **MUP), dict(topology='pre', layers=8, **COMPLETE)], ids=['mup', 'completep']
+)
+def test_logits_scores_and_what_an_export_says(fields):
+    """Four times the width: logits over 4, scores times sqrt(8) / 32, and over four times the depth branches over 4; `settled` says so
+    in the fields of a standard config, which computes the same logits."""
+    cfg, tokens = ModelConfig(**SMALL | dict(width=64) | fields), jnp.arange(12).reshape(2, 6) % 31
     params = LM(cfg).init(jax.random.key(0))
-    same = ModelConfig(topology='post', **wide, logit_scale=1 / 4, attn_scale=8**0.5 / 32)
-    np.testing.assert_array_equal(jax.jit(LM(cfg).apply)(params, tokens), jax.jit(LM(same).apply)(params, tokens))
+    settled = parametrization.settled(cfg)
+    assert (settled['logit_scale'], settled['attn_scale']) == (1 / 4, pytest.approx(8**0.5 / 32))
+    assert settled.get('branch_scale', 1.0) == (1 / 4 if cfg.layers == 8 else 1)
+    same = dataclasses.replace(cfg, **settled)
+    assert same.parametrization == 'standard'
+    want, got = (jax.jit(LM(c).apply)(params, tokens) for c in (cfg, same))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    with pytest.raises(UserError, match='0.25'):
+        parametrization.settled(ModelConfig(**SMALL | dict(layers=8, topology='span'), **COMPLETE))
 
 
 @pytest.mark.parametrize('name', DEEP)
@@ -147,30 +160,37 @@ FULL = pytest.mark.full
 def test_coordinates_over_width(topology):
     """Four times the width: under mup the stream moves as far in two steps, under standard about twice as far."""
     slopes = check(topology, 'width', (32, 128), MUP | dict(base_width=32))
-    for place in ('quarter', 'middle', 'last block', 'features'):
+    for place in ('lower', 'middle', 'upper', 'last'):
         assert abs(slopes['mup'][place]) < 0.2 and slopes['standard'][place] > 0.4, (place, slopes)
     # W_0 dx / n has a random part that falls as n^-1/2 toward what stays
     assert abs(slopes['mup']['logits']) < 0.45 < slopes['standard']['logits']
+    assert all(abs(found['embedding']) < 0.1 for found in slopes.values())
 
 
 @pytest.mark.parametrize('topology', ['pre', pytest.param('span', marks=FULL), pytest.param('hybrid', marks=FULL)])
 def test_coordinates_over_depth(topology):
     """Four times the depth, the same with completep."""
     slopes = check(topology, 'layers', (4, 16), COMPLETE | dict(base_width=32, base_layers=4))
-    for place in ('middle', 'last block', 'features', 'logits'):
+    for place in ('middle', 'upper', 'last', 'logits'):
         assert abs(slopes['completep'][place]) < 0.2 < slopes['standard'][place] - 0.1, (place, slopes)
 
 
 def check(topology, axis, sizes, kind):
+    """Slopes of the movement over the size, standard and with the parametrization; at the base both are one model."""
     small = {'model.vocab': 61, 'model.width': 32, 'model.heads': 4, 'model.layers': 4, 'model.topology': topology, 'optim.lr_peak': 3e-3}
-    cfg = edit(Config(), small)
-    carried = edit(cfg, {f'model.{k}': v for k, v in kind.items()})
-    slopes = {c.model.parametrization: coordinate_check(c, axis, sizes, steps=2, shape=(2, 16)) for c in (cfg, carried)}
-    first, second = slopes.values()
-    assert first.sizes == sizes and first.change['logits'].shape == (2, 1, 2) and first.worst == max(map(abs, first.slope.values()))
-    for place in first.change:  # the first size is the base: the same model, the same rates
-        np.testing.assert_allclose(first.change[place][0], second.change[place][0], rtol=1e-3)
-    return {name: found.slope for name, found in slopes.items()}
+    cfg = edit(Config(), small | {'optim.schedule': 'constant', 'optim.warmup_steps': 0})
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 17))
+    ones = np.ones((2, 16), np.int32)
+    batch = {'tokens': tokens[:, :-1], 'targets': tokens[:, 1:], 'segments': ones, 'positions': ones.cumsum(1) - 1}
+    batch = {k: v.astype(np.int32) for k, v in batch.items()}
+    moved = {}
+    for name, fields in (('standard', {}), (kind['parametrization'], kind)):
+        configs = {size: edit(cfg, {f'model.{k}': v for k, v in fields.items()} | {f'model.{axis}': size}) for size in sizes}
+        moved[name] = coordinate_check(configs, [batch] * 2, batch, steps=2)
+    first, second = (m[sizes[0]] for m in moved.values())
+    for place in first:
+        np.testing.assert_allclose(first[place], second[place], rtol=1e-3)
+    return {name: size_slopes(m) for name, m in moved.items()}
 
 
 @pytest.mark.parametrize(

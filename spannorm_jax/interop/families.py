@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from spannorm_jax import parametrization
 from spannorm_jax.errors import UserError
 from spannorm_jax.interop import names
 from spannorm_jax.model import has_norm
@@ -283,10 +284,10 @@ def as_function(cfg: ModelConfig) -> ModelConfig:
         plain |= {
             'expert_ffn': cfg.resolved_expert_ffn, 'router_bias': cfg.has_router_bias, 'router_normalize': cfg.normalizes_router,
         }  # fmt: skip
-    scale = cfg.resolved_head_dim**-0.5 if cfg.attn_scale is None else cfg.attn_scale
+    plain |= {'attn_scale': parametrization.attn_scale(cfg)} | parametrization.settled(cfg)
     eps = cfg.norm_eps if cfg.final_norm_eps is None else cfg.final_norm_eps
     return dataclasses.replace(
-        cfg, **plain, ffn=cfg.resolved_ffn, attn_scale=scale, final_norm_eps=eps, final_norm=has_norm(cfg, 'final'),
+        cfg, **plain, ffn=cfg.resolved_ffn, final_norm_eps=eps, final_norm=has_norm(cfg, 'final'),
         embed_norm=has_norm(cfg, 'embed'),
     )  # fmt: skip
 

@@ -4,8 +4,7 @@ Axes as in layers.py; U directions. Everything is a pure function of (cfg, param
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -14,10 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from spannorm_jax import topology
-from spannorm_jax.embedding import look_up
-from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, context
+from spannorm_jax.diagnostics.anatomy import embed, enter, leave
+from spannorm_jax.layers import Attention, Context, Mlp, Norm
 from spannorm_jax.loss import loss_sums
-from spannorm_jax.model import LM, Block, coefficients, has_norm
+from spannorm_jax.model import LM, Block, coefficients
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.moe import Moe
 
@@ -36,41 +35,24 @@ class Run(NamedTuple):
         return self.block.apply({'params': params}, stream, coef, self.ctx)[0]  # pyright: ignore[reportIndexIssue]
 
 
-def runs(cfg: ModelConfig, params: Any, shape_BT: tuple[int, ...]) -> Iterator[Run]:
-    """The blocks from bottom to top."""
-    ctx, lo = context(cfg, jnp.broadcast_to(jnp.arange(shape_BT[1]), shape_BT)), 0
-    if topology.TOPOLOGIES[cfg.topology].embed_norm_inside(cfg) and has_norm(cfg, 'embed'):
-        ctx = ctx._replace(embed_norm=Norm(cfg).apply({'params': params['stack']['norm_embed']}, cfg.width, method='weights'))
+def start(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T']) -> tuple[Array, Callable[[Array], Any], list[Run]]:
+    """The embedded tokens, the function that makes the stream of them, and the blocks from bottom to top. A row is one document."""
+    ones = jnp.ones_like(tokens_BT)
+    batch = {'tokens': tokens_BT, 'segments': ones, 'positions': jnp.arange(tokens_BT.shape[1]) * ones}
+    x_BTD, ctx = embed(cfg, params, batch)
+    parts, lo = [], 0
     for i, (rule, moe, n) in enumerate(topology.runs(cfg)):
-        yield Run(Block(cfg, rule, moe), params['stack'][f'blocks_{i}'], coefficients(cfg, range(lo, lo + n)), ctx)
+        parts.append(Run(Block(cfg, rule, moe), params['stack'][f'blocks_{i}'], coefficients(cfg, range(lo, lo + n)), ctx))
         lo += n
-
-
-def enter(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T']) -> tuple[Array, Callable[[Array], Any]]:
-    """The scaled embedding, and the function that makes the stream of it."""
-    x_BTD = look_up(params['embed'], tokens_BT, cfg.residual_dtype) * cfg.embed_scale
-    entry, outside = topology.TOPOLOGIES[cfg.topology], _outside(cfg, params)
-    stream = lambda x: jax.tree.map(lambda y: y.astype(cfg.residual_dtype), entry.enter(x.astype(accumulator(cfg)), *outside))  # noqa: E731
-    return x_BTD, stream
+    return x_BTD, lambda x: enter(cfg, params, x), parts
 
 
 def loss(cfg: ModelConfig, params: Any, stream: Any, tokens_BT: Int[Array, 'B T']) -> Array:
     """Mean cross-entropy of the next token, over the T - 1 positions of each row that have one, from what leaves the last block."""
-    stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
-    x_BTD = topology.TOPOLOGIES[cfg.topology].leave(stream, *_outside(cfg, params))
+    x_BTD = leave(cfg, params, stream)
     real_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]) < tokens_BT.shape[1] - 1, tokens_BT.shape).astype(jnp.int32)
     s = loss_sums(lambda x: LM(cfg).logits(params, x), x_BTD, jnp.roll(tokens_BT, -1, axis=1), real_BT, chunk=0)
     return s.nats / s.tokens
-
-
-def _outside(cfg: ModelConfig, params: Any) -> tuple[Callable, SimpleNamespace]:
-    """`norm` and `c` of a topology's enter and leave, reading the parameters that stand outside the blocks."""
-
-    def norm(site, x):
-        eps = cfg.final_norm_eps if site == 'final' else None
-        return Norm(cfg, eps).apply({'params': params['stack'][f'norm_{site}']}, x) if has_norm(cfg, site) else x
-
-    return norm, SimpleNamespace(cfg=cfg, param=lambda name, *_, **__: params['stack'][name])
 
 
 def length(tree: Any) -> Array:
@@ -94,9 +76,8 @@ def log_gradients(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T'], o
     A block is computed again in its backward pass; only the streams between blocks are stored. NaN where a block lacks a parameter.
     `observing` adds what `observe` finds, of the same forward pass, as `sums`.
     """
-    x_BTD, make_stream = enter(cfg, params, tokens_BT)
+    x_BTD, make_stream, parts = start(cfg, params, tokens_BT)
     stream, back_in = jax.vjp(make_stream, x_BTD)
-    parts = list(runs(cfg, params, tokens_BT.shape))
     stream, entered, stats = forward(parts, stream, observing)
     value, g = jax.value_and_grad(lambda x: loss(cfg, params, x, tokens_BT))(stream)
 
@@ -153,8 +134,8 @@ def observe(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T']) -> dict
     least/S: its minimum; std/S: mean over tokens of the std over channels; branch_var/S: mean square of the branch; share/S: that over
     the mean square of its skip; corr/S: cosine of branch and skip over all elements, which is their correlation about 0.
     """
-    x_BTD, make_stream = enter(cfg, params, tokens_BT)
-    return forward(list(runs(cfg, params, tokens_BT.shape)), make_stream(x_BTD), True)[2]
+    x_BTD, make_stream, parts = start(cfg, params, tokens_BT)
+    return forward(parts, make_stream(x_BTD), True)[2]
 
 
 def forward(parts: list[Run], stream: Any, observing: bool) -> tuple[Any, list[Any], dict[str, Array]]:
@@ -193,7 +174,7 @@ def own_jacobian(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T']) ->
     Returns (M (D, D), s). Each block maps D tangents at once; their common size is divided out and its logarithm kept. Of one row.
     Of what position T puts out, the input of position T is the only part an identity path could carry.
     """
-    x_BTD, make_stream = enter(cfg, params, tokens_BT)
+    x_BTD, make_stream, parts = start(cfg, params, tokens_BT)
     stream, D = make_stream(x_BTD), x_BTD.shape[-1]
     tangent_UBTD = jnp.zeros((D, *stream.shape)).at[:, :, -1].set(jnp.eye(D)[:, None])
     scale = jnp.zeros(())
@@ -206,7 +187,7 @@ def own_jacobian(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T']) ->
         size = jnp.maximum(length(t), TINY)
         return (out, t / size, scale + jnp.log(size)), None
 
-    for run in runs(cfg, params, tokens_BT.shape):
+    for run in parts:
         (stream, tangent_UBTD, scale), _ = jax.lax.scan(
             lambda c, pc, run=run: step(c, pc, run), (stream, tangent_UBTD, scale), (run.params, run.coef)
         )

@@ -27,7 +27,7 @@ def norms_of_blocks(cfg: ModelConfig, params: Any, tokens_BT: jax.Array) -> dict
     may be a few per cent too small; norm, that of N_ffn at the token of Z with the least rms, times that rms; product |W2 W1|, W1 the up
     projection; least and sigma as in `anatomy.observe`.
     """
-    x_BTD, make_stream = anatomy.enter(cfg, params, tokens_BT)
+    x_BTD, make_stream, parts = anatomy.start(cfg, params, tokens_BT)
     stream, found = make_stream(x_BTD), []
 
     def one(x, pc, run):
@@ -36,13 +36,13 @@ def norms_of_blocks(cfg: ModelConfig, params: Any, tokens_BT: jax.Array) -> dict
         key = jax.random.fold_in(jax.random.key(0), coef['layer'])
         into = {name: seen[name][0] for name in ('attn', 'ffn')}
         total = anatomy.sums(seen, out)
-        parts = {
+        maps = {
             'block': (lambda x: run.apply(p, x, coef), x),
             'attn': (lambda x: Attention(cfg).apply({'params': p['attn']}, x, run.ctx)[0], into['attn']),
             'ffn': (lambda y: Mlp(cfg).apply({'params': p['ffn']}, y), into['ffn']),
             'norm': (lambda z: Norm(cfg).apply({'params': p['norm_ffn_sum']}, z), smallest(total['ffn'][0])),
         }
-        norms = {name: anatomy.spectral_norm(f, at, key) for name, (f, at) in parts.items()}
+        norms = {name: anatomy.spectral_norm(f, at, key) for name, (f, at) in maps.items()}
         for name, (z, _) in total.items():
             rms_BT = jnp.sqrt(jnp.square(z).mean(-1))
             norms |= {f'least_{name}': rms_BT.min(), f'sigma_{name}': rms_BT.mean()}
@@ -50,7 +50,7 @@ def norms_of_blocks(cfg: ModelConfig, params: Any, tokens_BT: jax.Array) -> dict
         norms['product'] = jnp.linalg.norm(p['ffn']['up'] @ p['ffn']['down'], 2)
         return out, norms
 
-    for run in anatomy.runs(cfg, params, tokens_BT.shape):
+    for run in parts:
         stream, norms = jax.lax.scan(lambda x, pc, run=run: one(x, pc, run), stream, (run.params, run.coef))
         found.append(norms)
     return jax.tree.map(lambda *x: jnp.concatenate(x), *found)
