@@ -108,7 +108,7 @@ def grouped(facts: Facts) -> dict[str, Any]:
     N = facts['num_attention_heads']
     return dict(
         kv_heads=facts.get('num_key_value_heads', N),
-        head_dim=facts.get('head_dim', facts['hidden_size'] // N),
+        head_dim=facts.get('head_dim') or facts['hidden_size'] // N,
         attn_bias=facts.get('attention_bias', False),
     )
 
@@ -133,6 +133,7 @@ def gemma2(facts: Facts) -> dict[str, Any]:
     for cap in ('final_logit_softcapping', 'attn_logit_softcapping'):
         facts.only(cap)
     facts.only('use_bidirectional_attention', False)
+    facts.seen.add('hidden_act')  # transformers reads hidden_activation alone
     types = set(facts.get('layer_types', ['sliding_attention']))
     if types != {'full_attention'} and facts.get('sliding_window') is not None:
         raise facts.refusal('sliding_window', facts['sliding_window'])
