@@ -15,6 +15,7 @@ import pytest
 from spannorm_jax import catalog, cli, commands, doctor, edit, load, score
 from spannorm_jax.config import Config, ModelConfig, run_id, to_dict
 from spannorm_jax.model_config import MLA, MOE
+from spannorm_jax.parametrization import FIELDS as PARAMETRIZATION
 from spannorm_jax.topology import TOPOLOGIES
 
 TINY = (
@@ -125,7 +126,8 @@ def settings(line):
 BY_HAND = {
     'model.heads': 8, 'model.width': 64, 'model.kv_heads': 2, 'model.head_dim': 6, 'data.batch': 16, 'optim.accumulate': 2, 'mesh.data': 4,
     'model.experts': 16, 'model.experts_per_token': 4, 'model.expert_groups': 4, 'model.groups_per_token': 2, 'model.first_dense': 1,
-    'optim.decay_roles': ('read', 'head'), 'optim.optimizer': 'muon', 'run.sinks': ('wandb',),
+    'optim.decay_roles': ('read', 'head'), 'optim.optimizer': 'muon', 'run.sinks': ('wandb',), 'run.accept': ('optim.clip',), 'model.parametrization': 'completep',
+    'model.base_width': 64, 'model.base_head_dim': 8, 'model.base_layers': 2,
 }  # fmt: skip
 
 
@@ -146,6 +148,7 @@ def test_overrides_reach_every_field():
     readers = {option: name for name, entry in TOPOLOGIES.items() for option in entry.options}
     # Latent attention and experts exclude other fields: each gets a line of its own.
     readers |= dict.fromkeys((*MLA, 'attention'), 'post') | dict.fromkeys((*MOE, 'experts'), 'lns')
+    readers |= dict.fromkeys(('parametrization', *PARAMETRIZATION), 'reordered')
     lines = {}
     for option, hint in cli.options_of(cli.Train):
         path = option.removeprefix('--').replace('-', '_')
