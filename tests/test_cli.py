@@ -126,8 +126,8 @@ def settings(line):
 BY_HAND = {
     'model.heads': 8, 'model.width': 64, 'model.kv_heads': 2, 'model.head_dim': 6, 'data.batch': 16, 'optim.accumulate': 2, 'mesh.data': 4,
     'model.experts': 16, 'model.experts_per_token': 4, 'model.expert_groups': 4, 'model.groups_per_token': 2, 'model.first_dense': 1,
-    'optim.decay_roles': ('read', 'head'), 'optim.optimizer': 'muon', 'run.sinks': ('wandb',), 'run.accept': ('optim.clip',), 'model.parametrization': 'completep',
-    'model.base_width': 64, 'model.base_head_dim': 8, 'model.base_layers': 2,
+    'optim.decay_roles': ('read', 'head'), 'optim.optimizer': 'muon', 'run.sinks': ('wandb',), 'run.accept': ('optim.clip',),
+    'model.parametrization': 'completep', 'model.base_width': 64, 'model.base_head_dim': 8, 'model.base_layers': 2,
 }  # fmt: skip
 
 
