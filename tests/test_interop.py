@@ -133,6 +133,9 @@ def test_families_round_trip(kind, tmp_path):
     assert back.topology == cfg.topology and unstack(back, again).keys() == unstack(cfg, params).keys()
     for one, two in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(one, two)
+    # Theirs have no axis of heads.
+    assert {v.ndim for k, v in load_file(tmp_path / 'a' / WHOLE).items() if 'proj' in k} <= {1, 2}
+    assert all(v.ndim == 1 for k, v in load_file(tmp_path / 'a' / WHOLE).items() if k.endswith('.bias'))
     save_hf(back, again, tmp_path / 'b', model_type=kind)
     assert files(tmp_path / 'a') == files(tmp_path / 'b')
 

@@ -134,9 +134,9 @@ def gemma2(facts: Facts) -> dict[str, Any]:
         facts.only(cap)
     facts.only('use_bidirectional_attention', False)
     facts.seen.add('hidden_act')  # transformers reads hidden_activation alone
-    types = set(facts.get('layer_types', ['sliding_attention']))
-    if types != {'full_attention'} and facts.get('sliding_window') is not None:
-        raise facts.refusal('sliding_window', facts['sliding_window'])
+    types, window = set(facts.get('layer_types', ['sliding_attention'])), facts.get('sliding_window')
+    if types != {'full_attention'} and window is not None:
+        raise facts.refusal('sliding_window', window)
     scale = facts['query_pre_attn_scalar'] ** -0.5
     own = dict(topology='sandwich', norm_unit_offset=True, embed_scale=facts['hidden_size'] ** 0.5, attn_scale=scale)
     return common(facts, 'hidden_activation') | grouped(facts) | own
@@ -146,7 +146,8 @@ def gemma2_keys(cfg: ModelConfig) -> dict[str, Any]:
     scalar = (cfg.attn_scale or cfg.resolved_head_dim**-0.5) ** -2
     whole = round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar
     return common_keys(cfg, 'hidden_activation') | grouped_keys(cfg) | {
-        'query_pre_attn_scalar': whole, 'sliding_window': None, 'layer_types': ['full_attention'] * cfg.layers,
+        # transformers makes the mask of a window even where no layer has one.
+        'query_pre_attn_scalar': whole, 'sliding_window': 4096, 'layer_types': ['full_attention'] * cfg.layers,
         'final_logit_softcapping': None, 'attn_logit_softcapping': None,
     }  # fmt: skip
 

@@ -15,6 +15,7 @@ from spannorm_jax.model import each_param, infos, layer_name
 from spannorm_jax.model_config import ModelConfig
 
 HEADED = ('q', 'k', 'v')
+HEADED_BIASES = tuple(f'{k}_bias' for k in HEADED)  # [heads, dims] here, flat there
 MATRICES = (*HEADED, 'o', 'gate', 'up', 'down', 'head', 'router', 'q_a', 'kv_a', 'k_rope')  # [out, in] there
 
 # Canonical modules of a block as transformers' Llama and DeepSeek name them; where no topology is involved, every layout below shares them.
@@ -157,6 +158,8 @@ def stored(
 
     def rows_of(name: str, expert: int | None) -> tuple[int, ...]:
         shape = sizes[name] if expert is None else sizes[name][1:]
+        if last(name) in HEADED_BIASES:
+            return (math.prod(shape),)
         if last(name) not in MATRICES:
             return shape
         inputs = math.prod(shape[:-1]) if last(name) == 'o' else shape[0]
