@@ -453,7 +453,9 @@ def same_as_alone(two, tmp_path, step):
     for row, want in zip(rows, alone, strict=True):
         assert row.keys() == want.keys()
         for key in row:
-            np.testing.assert_allclose(row[key], want[key], rtol=1e-5, err_msg=f'{key} of step {row["step"]}')
+            # A spike is a difference of losses, and as exact as they are.
+            near = 1e-5 * want['train/loss'] if key == 'train/spike' else 0
+            np.testing.assert_allclose(row[key], want[key], rtol=1e-5, atol=near, err_msg=f'{key} of step {row["step"]}')
     got, want = arrays(two, two.folder, step), arrays(two, tmp_path / 'alone', step)
     assert len(jax.tree.leaves(got[0])) > 10 and len(jax.tree.leaves(got[1])) > 20
     check = lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * max(1, np.linalg.norm(y)))  # noqa: E731

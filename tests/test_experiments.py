@@ -10,7 +10,7 @@ from spannorm_jax import experiment, load, sweep
 from spannorm_jax.config import Config, edit, run_id, to_dict
 from spannorm_jax.errors import MissingInput, UserError
 from spannorm_jax.experiment import SCALES, load_experiment
-from spannorm_jax.rundir import flat
+from spannorm_jax.resume import flat
 from spannorm_jax.stats import RATE, group
 
 IDS = list(experiment.known())
