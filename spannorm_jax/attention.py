@@ -13,13 +13,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from spannorm_jax import parametrization
+from spannorm_jax.blocked_attention import MASKED, Rule, block_length, blocked
 from spannorm_jax.errors import CheckFailed, UserError
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.sharding import constrain, pieces, spec, target
 
 PART_SCORES = 2**24  # 64 MiB in float32
+LONGEST_BLOCK = 512  # of the CPU's kernel, whose scores exist for a block of queries at a time
 LOOKED_AT = 64  # queries of a row that statistics are taken from
-MASKED = -1e30  # finite, so that a row of masked scores gives a uniform softmax and no NaN
 
 
 def may_see(T: int, segments_BT: Int[Array, 'B T'] | None, causal: bool) -> Bool[Array, '#B T S']:
@@ -193,10 +194,23 @@ def _cudnn_cannot(p: Problem) -> str | None:
     return None
 
 
+def _blocked(q_BTNH, k_BSKH, v_BSKJ, segments_BT, problem, scale):
+    return blocked(q_BTNH, k_BSKH, v_BSKJ, segments_BT, Rule(problem.causal, scale, problem.soft_cap))
+
+
+def _blocked_cannot(p: Problem) -> str | None:
+    if p.shards > 1:
+        return 'rows are split over mesh.sequence'
+    if block_length(p.T) > LONGEST_BLOCK:
+        return f'rows of {p.T} positions do not divide into blocks of at most {LONGEST_BLOCK}'
+    return None
+
+
 # In order of preference. Each takes several queries per kv head and packed rows.
 KERNELS = {
     'splash': Kernel('tpu', _splash_cannot, _splash),
     'cudnn': Kernel('gpu', _cudnn_cannot, _cudnn),
+    'blocked': Kernel('cpu', _blocked_cannot, _blocked),
     'xla': Kernel(None, lambda p: None, _xla),
 }
 

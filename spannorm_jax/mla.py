@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from spannorm_jax.attention import masked_attention
 from spannorm_jax.cache import extend
 from spannorm_jax.initializers import make, matrix_init
-from spannorm_jax.layers import Attention, Context, Norm, to_heads
+from spannorm_jax.layers import Attention, Context, Norm, product, to_heads
 from spannorm_jax.sharding import constrain
 
 
@@ -53,12 +53,12 @@ class LatentAttention(Attention):
         cfg, D, dtype = self.cfg, x_BTD.shape[-1], x_BTD.dtype
 
         def compress(name, width):
-            c_BTC = jnp.einsum('BTD,DC->BTC', x_BTD, self.matrix(f'{name}_a', (D, width), ('width', 'latent')).astype(dtype))
+            c_BTC = product(x_BTD, self.matrix(f'{name}_a', (D, width), ('width', 'latent')).astype(dtype))
             return Norm(cfg, cfg.latent_norm_eps, name=f'norm_{name}_a')(c_BTC).astype(dtype)
 
         q_BTNH = to_heads(x_BTD if cfg.q_latent is None else compress('q', cfg.q_latent), *self.heads('q'))
         w_DH = self.matrix('k_rope', (D, cfg.rope_dim), ('width', 'head_dim'), like='k')
-        turned_BSH = jnp.einsum('BTD,DH->BTH', x_BTD, w_DH.astype(dtype))
+        turned_BSH = product(x_BTD, w_DH.astype(dtype))
         return q_BTNH, compress('kv', cfg.kv_latent), turned_BSH[:, :, None]
 
     def heads(self, name: str) -> tuple[Float[Array, 'C N H'], tuple[str, ...]]:

@@ -21,15 +21,20 @@ from jaxtyping import Array, Float, Int
 
 from spannorm_jax import cache as caches
 from spannorm_jax import parametrization, topology
+from spannorm_jax.blocked_attention import KEPT
 from spannorm_jax.embedding import look_up
 from spannorm_jax.initializers import Init, Param, draw, is_param, make, matrix_init
-from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, apply_norm, context, dropout, wide_product
+from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, apply_norm, context, dropout, product
 from spannorm_jax.mla import LatentAttention
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.moe import Moe
 from spannorm_jax.sharding import constrain
 
-REMAT = {'full': None, 'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+_policies = jax.checkpoint_policies
+REMAT = {
+    'full': None,
+    'dots': _policies.save_from_both_policies(_policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(KEPT)),
+}
 
 
 def coefficients(cfg: ModelConfig, layers: range) -> dict[str, Array]:
@@ -276,7 +281,7 @@ class Transformer(nn.Module):
 def head_logits(cfg: ModelConfig, x_BTD: Float[Array, '... D'], w_DV: Float[Array, 'D V']) -> Float[Array, '... V']:
     """cap(scale * x W): logits in float32 (or wider)."""
     dtype = jnp.dtype(cfg.dtype)
-    logits: Any = wide_product(x_BTD.astype(dtype), w_DV.astype(dtype), accumulator(cfg))
+    logits: Any = product(x_BTD.astype(dtype), w_DV.astype(dtype), accumulator(cfg))
     logits *= parametrization.logit_scale(cfg)
     return logits if cfg.logit_soft_cap is None else cfg.logit_soft_cap * jnp.tanh(logits / cfg.logit_soft_cap)
 

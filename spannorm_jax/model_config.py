@@ -105,8 +105,8 @@ class ModelConfig:
     """Norm of queries and keys before RoPE: over each head, or over all heads at once (OLMo 2)."""
     v_norm: bool = False
     """Norm of the values too, over each head."""
-    attn_kernel: Literal['auto', 'xla', 'splash', 'cudnn'] = 'auto'
-    """auto: the fastest one that can do it on the devices at hand. splash (TPU), cudnn (GPU), xla (everywhere)."""
+    attn_kernel: Literal['auto', 'xla', 'splash', 'cudnn', 'blocked'] = 'auto'
+    """auto: the fastest one that can do it on the devices at hand. splash (TPU), cudnn (GPU), blocked (CPU), xla (everywhere)."""
     document_mask: bool = True
     """Attention stays within a document, and positions start again in each; else a row is one document."""
     attn_bias: bool = False
