@@ -45,8 +45,8 @@ def main() -> None:
     batch = sharding.put_batch({k: v.astype(np.int32) for k, v in batch.items()}, mesh, cfg.data.batch)
     seconds = {'with': [], 'without': []}
     with tempfile.TemporaryDirectory() as scratch, jax.set_mesh(mesh), Checkpoints(Path(scratch) / 'checkpoints', keep=2) as checkpoints:
-        step = made.step().lower(made.abstract, made.batch).compile()
-        state, done = init_state(cfg, made.lm, made.optimizer, made.places), 0
+        step = made.step().lower(made.abstract, made.batch, made.peaks).compile()
+        rates, state, done = made.rates(), init_state(cfg, made.lm, made.optimizer, made.places), 0
 
         def block(save):
             nonlocal state, done
@@ -55,7 +55,7 @@ def main() -> None:
                 checkpoints.save(done, state, {'config': to_dict(cfg)})
             for _ in range(a.every):
                 checkpoints.poll()
-                state, metrics = step(state, batch)
+                state, metrics = step(state, batch, rates)
                 jax.device_get(metrics)  # as the loop does, which keeps one step in flight
             done += a.every
             if save:

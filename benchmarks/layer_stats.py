@@ -36,9 +36,9 @@ def main() -> None:
     mesh = sharding.make_mesh(cfg.mesh)
     with jax.set_mesh(mesh):
         made = program(cfg, mesh)
-        lowered = {stats: made.step(stats).lower(made.abstract, made.batch) for stats in (False, True)}
+        lowered = {stats: made.step(stats).lower(made.abstract, made.batch, made.peaks) for stats in (False, True)}
         off = program(edit(cfg, {'run.stats_every': 0}), mesh)
-        same = off.step().lower(off.abstract, off.batch).as_text() == lowered[False].as_text()
+        same = off.step().lower(off.abstract, off.batch, off.peaks).as_text() == lowered[False].as_text()
         ms = measure({stats: low.compile() for stats, low in lowered.items()}, made, a.rounds)
     plain, with_stats = (np.array(ms[stats]) for stats in (False, True))
     share = (with_stats - plain) / (a.every * plain + with_stats - plain)
@@ -61,13 +61,14 @@ def measure(steps: dict[bool, jax.stages.Compiled], made: Program, rounds: int, 
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     batch = {'tokens': tokens[0], 'targets': tokens[1], 'segments': np.ones(shape, np.int32), 'positions': positions}
     placed = sharding.put_batch(batch, made.mesh)
+    rates = made.rates()
     state = init_state(made.cfg, made.lm, made.optimizer, made.places)
     ms: dict[bool, list[float]] = {False: [], True: []}
     for i in range(rounds + 1):
         for stats in (False, True) if i % 2 else (True, False):
             begun = time.perf_counter()
             for _ in range(repeats):
-                state, metrics = steps[stats](state, placed)
+                state, metrics = steps[stats](state, placed, rates)
                 jax.device_get(metrics)  # as the training loop does
             if i:  # the first round warms up
                 ms[stats].append(1000 * (time.perf_counter() - begun) / repeats)

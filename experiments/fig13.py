@@ -38,12 +38,13 @@ def measure(cfg, folder):
     with jax.set_mesh(mesh):
         made = {t: program(s.edit(cfg, {'model.topology': t, 'run.steps': 1000}), mesh) for t in TWO}
         batch = jax.device_put(batch, {k: v.sharding for k, v in made['pre'].batch.items()})
-        step = {t: p.step().lower(p.abstract, p.batch).compile() for t, p in made.items()}
+        step = {t: p.step().lower(p.abstract, p.batch, p.peaks).compile() for t, p in made.items()}
+        rates = made['pre'].rates()
         state = {t: init_state(p.cfg, p.lm, p.optimizer, p.places) for t, p in made.items()}
         for i in range(2 + cfg.run.seed):
             for t in TWO[:: 1 if i % 2 else -1]:
                 begun = time.perf_counter()
-                state[t], metrics = step[t](state[t], batch)
+                state[t], metrics = step[t](state[t], batch, rates)
                 jax.block_until_ready(metrics)
                 ms[t].append(1000 * (time.perf_counter() - begun))
     return {f'step_ms/{t}': ms[t][2:] for t in TWO}

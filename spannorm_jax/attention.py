@@ -278,12 +278,13 @@ def masked_attention(
 
 
 def verify_kernel(cfg: ModelConfig, T: int) -> str | None:
-    """Run the chosen kernel against the reference on this machine's device: a sentence of what was found, None for xla itself.
+    """Run the chosen kernel against the reference on this machine's device: a sentence of what was found, None where it is plain
+    operations, the same everywhere.
 
     Raises: CheckFailed where values or gradients are further apart than bfloat16's rounding.
     """
     name, _ = choose_kernel(cfg, T)
-    if name == 'xla':
+    if KERNELS[name].platform in (None, 'cpu'):  # the same operations everywhere: the tests have seen them
         return None
     N, K = (
         (2 * cfg.heads // cfg.resolved_kv_heads, 2) if cfg.heads > 1 and cfg.resolved_kv_heads > 1 else (cfg.heads, cfg.resolved_kv_heads)

@@ -186,8 +186,9 @@ class ModelConfig:
     residual_dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
     """Dtype of the residual stream between blocks. Sums are float32 whatever this says, but bfloat16 rounds what leaves a block: a branch
     below 1/256 of its skip (keel and deepnorm at depth) is then partly lost."""
-    remat: Literal['none', 'full', 'dots'] = 'none'
-    """Rematerialisation of a block: keep everything, only its input, or the results of its matrix products."""
+    remat: Literal['none', 'full', 'dots'] = 'dots'
+    """Rematerialisation of a block: keep everything, only its input, or the results of its matrix products and of attention (what is
+    between them is cheaper to compute again than to keep)."""
     scan_unroll: int = 1
     """Blocks per step of the scan over layers; 0 unrolls all of them. Parameters and numbers do not depend on it."""
 

@@ -18,7 +18,7 @@ FROZEN = 'router_bias'  # moved by the step itself: no gradient, no decay, no sh
 BATCH_AXES = ('layers', 'experts')  # logical axes along which a parameter holds separate matrices
 
 
-def schedule(cfg: OptimConfig, steps: int, peak: float | None = None) -> Callable[[Any], Array]:
+def schedule(cfg: OptimConfig, steps: int, peak: Any = None) -> Callable[[Any], Array]:
     """Learning rate of the update after `step` earlier ones, step = 0..steps-1.
 
     With n = step + 1, W = warmup_steps, S = steps, f = lr_final: peak * min(n / W, 1) * decay(n), where
@@ -46,6 +46,11 @@ def schedule(cfg: OptimConfig, steps: int, peak: float | None = None) -> Callabl
     return rate
 
 
+def peaks(cfg: OptimConfig) -> dict[str, float]:
+    """The peak rate of each rule. A step takes them as an argument, so that runs that differ in nothing else share one compiled program."""
+    return {'adam': cfg.lr_peak, 'muon': cfg.lr_peak if cfg.muon_lr is None else cfg.muon_lr}
+
+
 def decays(cfg: OptimConfig, role: str) -> bool:
     return role in cfg.decay_roles and role != FROZEN
 
@@ -61,7 +66,8 @@ def make_optimizer(cfg: Config, infos: Any) -> optax.GradientTransformationExtra
     """Clip by global norm, AdamW or Muon by role, decoupled decay, learning rate.
 
     u = -lr(step) * (direction(clip(g)) + decay * w), with the parametrization's factors on lr, decay and Adam's eps.
-    `update(grads, state, params, step=step)` takes the step from the caller, so that a step left out does not shift the schedule.
+    `update(grads, state, params, step=step, peaks=peaks)` takes the step from the caller, so that a step left out does not shift the
+    schedule, and the peak rates (those of `cfg` where left out).
     `infos` is the parameter tree with a Param in place of each array.
     """
     opt = cfg.optim
@@ -73,11 +79,10 @@ def make_optimizer(cfg: Config, infos: Any) -> optax.GradientTransformationExtra
     if opt.optimizer == 'muon':
         directions['muon'] = scale_by_muon(infos)
     by_role = _by_param(lambda p: parametrization.factors(cfg.model, p.role, 'layers' in p.axes), infos)
-    rates = schedule(opt, cfg.run.steps), schedule(opt, cfg.run.steps, opt.muon_lr)
 
     def scale(updates, state, params=None, **extra):
-        adam_lr, muon_lr = (rate(extra['step']) for rate in rates)
-        one = lambda u, label, f: -(muon_lr if label == 'muon' else adam_lr) * f.lr * u  # noqa: E731
+        lr = {name: schedule(opt, cfg.run.steps, peak)(extra['step']) for name, peak in (extra.get('peaks') or peaks(opt)).items()}
+        one = lambda u, label, f: -lr.get(label, 0.0) * f.lr * u  # noqa: E731
         return jax.tree.map(one, updates, labels, by_role), state
 
     def decay(factor):

@@ -122,7 +122,7 @@ def compiled_plan(made: Program, chips: Chips) -> Plan:
     begun = time.perf_counter()
     with jax.set_mesh(mesh):
         kernel, _ = choose_kernel(cfg.model, cfg.data.seq)
-        traced = made.step().trace(made.abstract, made.batch)
+        traced = made.step().trace(made.abstract, made.batch, made.peaks)
         arguments = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves((made.abstract, made.batch)))
         compiled, why = None, ''
         try:

@@ -3,12 +3,13 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from spannorm_jax import sharding
 from spannorm_jax.config import Config
 from spannorm_jax.model import LM, infos
-from spannorm_jax.optim import make_optimizer
+from spannorm_jax.optim import make_optimizer, peaks
 from spannorm_jax.step import TrainState, abstract_state, make_step
 
 
@@ -23,12 +24,17 @@ class Program(NamedTuple):
     places: TrainState  # shardings
     abstract: TrainState  # shapes, dtypes and shardings
     batch: dict[str, jax.ShapeDtypeStruct]
+    peaks: dict[str, jax.ShapeDtypeStruct]
     notes: list[str]  # of parameters that are split less than the rules say
 
     def step(self, stats: bool = False) -> Any:
-        """The jitted train step; `step().lower(abstract, batch).compile()`, under `jax.set_mesh(mesh)`, is what trains."""
+        """The jitted train step; `step().lower(abstract, batch, peaks).compile()`, under `jax.set_mesh(mesh)`, is what trains."""
         step = make_step(self.cfg, self.lm, self.optimizer, self.infos, stats)
         return jax.jit(step, donate_argnums=0, out_shardings=(self.places, sharding.replicated(self.mesh)))
+
+    def rates(self) -> dict[str, jax.Array]:
+        """The peak rates, the last argument of a compiled step."""
+        return jax.device_put({k: jnp.float32(v) for k, v in peaks(self.cfg.optim).items()}, sharding.replicated(self.mesh))
 
 
 def program(cfg: Config, mesh: jax.sharding.Mesh) -> Program:
@@ -41,4 +47,5 @@ def program(cfg: Config, mesh: jax.sharding.Mesh) -> Program:
     places = TrainState(whole, params, sharding.state_shardings(shapes.opt_state, shapes.params, params, mesh), whole)
     abstract = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)
     batch = sharding.abstract_batch((cfg.data.batch, cfg.data.seq), mesh)
-    return Program(cfg, mesh, lm, tree, optimizer, places, abstract, batch, notes)
+    rates = dict.fromkeys(peaks(cfg.optim), jax.ShapeDtypeStruct((), jnp.float32, sharding=whole))
+    return Program(cfg, mesh, lm, tree, optimizer, places, abstract, batch, rates, notes)

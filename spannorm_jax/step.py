@@ -56,7 +56,7 @@ def dropout_key(seed: int, step: Any) -> jax.Array:
 
 
 def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraArgs, infos: Any, stats: bool = False) -> Callable:
-    """(state, batch) -> (state, metrics), to be compiled once.
+    """(state, batch, peaks) -> (state, metrics), to be compiled once. peaks: the peak rates (optim.peaks), those of `cfg` where left out.
 
     The gradient is that of (sum of nats + z_loss * sum of lse^2) / tokens + aux, both sums over all tokens of the global batch, whatever
     optim.accumulate and the mesh are. Where the loss, the gradient norm or the update norm is not finite, nothing is applied.
@@ -89,7 +89,7 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
     def micro_key(key, i):
         return jax.random.fold_in(key, i) if model.dropout else None
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch, peaks: dict[str, Any] | None = None) -> tuple[TrainState, Metrics]:
         chex.assert_equal_shape(list(batch.values()))
         tokens = (batch['segments'] > 0).sum()
         count = jnp.maximum(tokens, 1).astype(jnp.float32)
@@ -97,7 +97,7 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
         grads = trainable(grads, infos)
         squares = leaf_squares(model, grads)
         grad_norm = jnp.sqrt(squares.sum())
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step, peaks=peaks)
         update_norm = optax.tree.norm(updates)
 
         finite = jnp.isfinite(parts['loss']) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
@@ -118,7 +118,7 @@ def make_step(cfg: Config, lm: LM, optimizer: optax.GradientTransformationExtraA
         metrics = parts | {
             'grad_norm': grad_norm,
             'update_norm': update_norm,
-            'lr': schedule(opt, cfg.run.steps)(state.step),
+            'lr': schedule(opt, cfg.run.steps, peaks and peaks['adam'])(state.step),
             'tokens': tokens,
             'bad': jnp.where(nonfinite.any(), jnp.asarray(backward)[nonfinite.argmax()], -1),
             'applied': applied,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from spannorm_jax import attention, distributed, nonfinite, plot, resume, rundir, sharding
 from spannorm_jax.checkpoint import Checkpoints, disk_errors
@@ -124,6 +125,7 @@ class Run(NamedTuple):
     names: list[str]  # of the gradients' leaves
     make_state: Callable[[], TrainState]
     abstract: TrainState
+    rates: dict[str, Array]
     step: Any  # compiled; None for a run of no steps
     stats_step: Any
     eval_step: Callable
@@ -143,7 +145,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         tell('message', {'text': note or f'attention kernel {kernel}'})
 
     def compiled(stats):
-        lowered = made.step(stats).lower(made.abstract, made.batch)
+        lowered = made.step(stats).lower(made.abstract, made.batch, made.peaks)
         return patiently(lowered.compile, signals.check)
 
     tell('message', {'text': f'compiling the step: {rundir.model_line(cfg)}'})
@@ -170,6 +172,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         names=leaf_names(cfg.model, made.infos),
         make_state=lambda: init_state(cfg, made.lm, made.optimizer, made.places),
         abstract=made.abstract,
+        rates=made.rates(),
         step=step,
         stats_step=stats_step,
         eval_step=jax.jit(make_eval_step(cfg, made.lm), out_shardings=sharding.replicated(mesh)),
@@ -248,7 +251,7 @@ def advance(run: Run, state: TrainState, pos: Position) -> tuple[TrainState, Pos
                 return state, pos, run.log.last(pos.step), None
             break
         step = run.stats_step if due(cfg.stats_every, launched + 1) else run.step
-        state, metrics = step(state, sharding.put_batch(batch, run.mesh, run.cfg.data.batch))
+        state, metrics = step(state, sharding.put_batch(batch, run.mesh, run.cfg.data.batch), run.rates)
         if pending is not None:
             pos, row, bad = settle(run, pos, pending)
             if bad is not None:
