@@ -14,7 +14,7 @@ Source: Dao et al. 2022, arXiv:2205.14135, algorithms 1 and 4. The gradient is o
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def blocked(
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BKGTH = jnp.moveaxis(q_BTNH.reshape(B, T, K, N // K, H), 1, 3)
-    o_BKGTJ = _blocked(q_BKGTH, jnp.moveaxis(k_BSKH, 1, 2), jnp.moveaxis(v_BSKJ, 1, 2), segments_BT, rule)
+    o_BKGTJ: Any = _blocked(q_BKGTH, jnp.moveaxis(k_BSKH, 1, 2), jnp.moveaxis(v_BSKJ, 1, 2), segments_BT, rule)
     return jnp.moveaxis(o_BKGTJ, 3, 1).reshape(B, T, N, -1)
 
 

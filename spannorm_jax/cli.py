@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_origin
 
 import tyro
 from tyro.conf import FlagConversionOff, Positional
@@ -195,6 +195,23 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Bench:
+    """What a training step of CONFIG costs here: compilation, step, tokens/s, MFU, memory, data; beside variants in the same run.
+
+    Example: spannorm bench nano --vs model.topology=pre model.remat=full
+    """
+
+    config: Annotated[str, Positional, tyro.conf.arg(metavar='CONFIG')]
+    """Name of a file in configs/, path of a .py file with get(), or a run's config.json."""
+    settings: Settings = field(default_factory=Config)
+    vs: tuple[str, ...] = ()
+    """NAME=VALUE: a variant each, their steps taken in turn with CONFIG's own; NAME=VALUE,NAME=VALUE changes several fields."""
+    rounds: int = 10
+    """Steps of each that are counted."""
+    json: bool = False
+
+
+@dataclass(frozen=True)
 class Experiment:
     """Run what experiment ID lacks and draw its figure; without ID, list all experiments with their cost and state.
 
@@ -316,6 +333,7 @@ COMMANDS = {
     'import': Command(Import, commands.import_),
     'audit': Command(Audit, commands.audit, True),
     'plan': Command(Plan, commands.plan, True),
+    'bench': Command(Bench, commands.bench, True),
     'theory': Command(Theory, commands.theory),
     'experiment': Command(Experiment, commands.experiment),
     'report': Command(Report, commands.report),
@@ -429,10 +447,12 @@ def options_of(cls: type, at: str = '') -> Iterator[tuple[str, Any]]:
 
 def check_options(name: str, argv: list[str], known: dict[str, Any]) -> None:
     """Raise UserError for a token that looks like an option and is none, naming the closest one."""
+    last = ''
     for token in argv:
         typed, equals, value = token.partition('=')
         option = typed.replace('_', '-')
-        if equals and f'--{option}' in known:
+        last = option if option.startswith('--') else last
+        if equals and f'--{option}' in known and get_origin(known.get(last)) is not tuple:  # --vs takes such words
             raise UserError(f'{name}: write --{option} {value} instead of {token}')
         if not option.startswith('--') or option in known or option == '--help':
             continue

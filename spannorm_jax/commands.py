@@ -205,6 +205,33 @@ def plan(args: 'cli.Plan') -> int:
     return 0
 
 
+def bench(args: 'cli.Bench') -> int:
+    from spannorm_jax.bench import MFU, bench, variants
+
+    found = bench(variants(args.settings, args.vs), args.rounds, lambda text: print(text, file=sys.stderr))
+    if args.json:
+        rows = [m._asdict() | {'speed': m.speed and m.speed._asdict()} for m in found]
+        print_json(rows[0] | {'mfu_formula': MFU, 'variants': rows[1:]})
+        return 0
+    table = new_table('variant', '>tokens/s', '>step ms', '>compile s', '>peak MB', '>MFU', '>data tokens/s', '>speed over base')
+    for m in found:
+        speed = '' if m.speed is None else f'{m.speed.mean:.3f} [{m.speed.low:.3f}, {m.speed.high:.3f}]'
+        mfu = 'unknown' if m.mfu is None else f'{m.mfu:.1%}'
+        cells = (
+            f'{m.tokens_per_s:,.0f}',
+            f'{m.step_ms:.1f}',
+            f'{m.compile_s:.1f}',
+            f'{m.peak_bytes / 1e6:.1f}',
+            mfu,
+            f'{m.data_tokens_per_s:,.0f}',
+        )
+        table.add_row(m.name, *cells, speed)
+    show(table)
+    print(f'step: median of {args.rounds}, in turn; peak: of a device, as compiled; speed: ratio of tokens/s, 95% interval over rounds')
+    print(f'{MFU}; {found[0].flops_per_token:,.0f} FLOPs per token')
+    return 0
+
+
 def experiment(args: 'cli.Experiment') -> int:
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f'experiment: --jobs {args.jobs} must be at least 1')

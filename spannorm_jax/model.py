@@ -65,6 +65,9 @@ class Block(nn.Module):
     Inside a Stack the constants are scanned. Alone, in a model of your own, `Block(cfg, layer=l)(x)` is block l (from 0) of
     cfg.layers on x (B, T, D), causal unless `causal=False`. `collect`: '' nothing, 'stats' scalars, 'tensors' activations as well.
     `held` is what attention remembers of earlier positions (see cache.py).
+
+    deferred (in a Stack): the norm that ends the block is left to the next one, and the stream is (sum, weights of its norm). What a
+    block hands on is then linear in its last product, as in PreNorm, so that a recomputed block does not need that product.
     """
 
     cfg: ModelConfig
@@ -73,6 +76,7 @@ class Block(nn.Module):
     layer: int = 0
     causal: bool = True
     collect: str = ''
+    deferred: bool = False
 
     @nn.compact
     def __call__(
@@ -89,9 +93,11 @@ class Block(nn.Module):
         rule, moe = (self.rule, self.moe) if self.rule is not None else block_rule(cfg, self.layer)
         key = None if ctx.dropout_key is None else jax.random.fold_in(ctx.dropout_key, coef['layer'])
         into, out, sums, stats = {}, {}, {}, {}  # what entered and left each site; (skip, branch) of explicit sums
+        weights = {}  # of the norms
 
         def norm(site, x):
-            into[site], out[site] = x, norm_at(cfg, site, x)
+            weights[site] = Norm(cfg, name=f'norm_{site}').weights(x.shape[-1])
+            into[site], out[site] = x, apply_norm(cfg, x, weights[site])
             return out[site]
 
         def embedded(x):
@@ -127,14 +133,23 @@ class Block(nn.Module):
         ffn = sublayer('ffn', lambda x, norms: ffn_module(x, ctx.real_BT, norms) if moe else (ffn_module(x, norms), {}), 1)
         c = SimpleNamespace(cfg=cfg, param=param, add=add, embedded=embedded, **coef)
         stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
+        if self.deferred:
+            stream = jnp.where(coef['first'], stream[0], apply_norm(cfg, *stream))
         stream = rule(stream, attn, ffn, norm, c)
         router = {k: stats.pop(k) for k in ('router_logits', 'router_experts') if k in stats}
         if self.collect:
             stats |= block_stats(into, out, sums, stream)
-        stream = jax.tree.map(lambda x: constrain(x.astype(cfg.residual_dtype), 'rows', 'positions', *(None,) * (x.ndim - 2)), stream)
         if self.collect == 'tensors':
-            stats |= {'hidden': stream, 'after': {k: v for k, v in out.items() if k.startswith(('attn', 'ffn'))} | router}
-        return stream, stats
+            stats |= {'hidden': leaving(cfg, stream), 'after': {k: v for k, v in out.items() if k.startswith(('attn', 'ffn'))} | router}
+        if self.deferred:
+            total, last = into['ffn_sum'], weights['ffn_sum']
+            return (leaving(cfg, total), tuple(w.astype(accumulator(cfg)) for w in last)), stats
+        return leaving(cfg, stream), stats
+
+
+def leaving(cfg: ModelConfig, stream: Any) -> Any:
+    """The stream as it goes from block to block."""
+    return jax.tree.map(lambda x: constrain(x.astype(cfg.residual_dtype), 'rows', 'positions', *(None,) * (x.ndim - 2)), stream)
 
 
 def embed_norm_inside(cfg: ModelConfig) -> bool:
@@ -163,9 +178,9 @@ def block_stats(into: dict[str, Array], out: dict[str, Array], sums: dict[str, t
     `sums` holds what the topology added through `c.add`; where it wrote the sum itself, the branch is the sublayer's output.
     """
     into, out, sums, stream = jax.lax.stop_gradient((into, out, sums, stream))
-    leaving = state(stream)
-    totals = {'attn': into.get('attn_sum', into.get('ffn_in', into['ffn'])), 'ffn': into.get('ffn_sum', leaving)}
-    stats = {'rms': jnp.sqrt(jnp.square(leaving).mean())}
+    x = state(stream)
+    totals = {'attn': into.get('attn_sum', into.get('ffn_in', into['ffn'])), 'ffn': into.get('ffn_sum', x)}
+    stats = {'rms': jnp.sqrt(jnp.square(x).mean())}
     for name, total in totals.items():
         skip, o = map(one_stream, sums.get(name, (total - out[name], out[name])))
         total = skip + o
@@ -226,9 +241,15 @@ class Stack(nn.Module):
                 unroll=min(cfg.scan_unroll, n) or n,
                 metadata_params={nn.PARTITION_NAME: 'layers'},
             )
-            stream, s = scanned(cfg, rule, moe, causal=self.causal, collect=self.collect, name=f'blocks_{i}')(
-                stream, coefficients(cfg, range(lo, lo + n)), ctx, held and held[i]
+            coef = coefficients(cfg, range(lo, lo + n)) | {'first': jnp.arange(n) == 0}
+            deferred = n > 1 and rule in topology.ENDS_IN_NORM
+            if deferred:
+                stream = stream, (jnp.zeros(cfg.width, accumulator(cfg)),) * (1 + cfg.norm_bias)
+            stream, s = scanned(cfg, rule, moe, causal=self.causal, collect=self.collect, deferred=deferred, name=f'blocks_{i}')(
+                stream, coef, ctx, held and held[i]
             )
+            if deferred:
+                stream = leaving(cfg, apply_norm(cfg, *stream))
             lo, stats = lo + n, [*stats, s]
         stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
         return entry.leave(stream, norm, c), join(stats, [n for *_, n in topology.runs(cfg)])

@@ -277,6 +277,10 @@ def mhc_leave(H, norm, c):
     return norm('final', streams.mhc_exit(H, P, b, c.param('exit_a', (), 'gate', const=1.0), c.cfg.norm_eps))
 
 
+# Blocks whose last operation is the norm 'ffn_sum' of the one stream.
+ENDS_IN_NORM = frozenset((post, span, b2t, deepnorm, keel, keel_first))
+
+
 # ------------------------------------------------------------------- the table
 
 

@@ -11,6 +11,7 @@ from test_reference import POSITIONS, SEGMENTS, random_params
 
 from spannorm_jax import LM, ModelConfig, attention
 from spannorm_jax.attention import KERNELS, attend, attend_in_parts, choose_kernel, may_see, problem, verify_kernel
+from spannorm_jax.blocked_attention import Rule, block_length, blocked, blocks
 from spannorm_jax.config import MeshConfig, edit
 from spannorm_jax.errors import CheckFailed, UserError
 from spannorm_jax.model import unstack
@@ -27,7 +28,9 @@ def on(monkeypatch, platform):
 @pytest.mark.parametrize(
     'platform, fields, T, kernel, words',
     [
-        ('cpu', {}, 128, 'xla', None),
+        ('cpu', {}, 128, 'blocked', None),
+        ('cpu', {'attn_soft_cap': 3.0, 'dtype': 'float64'}, 7, 'blocked', None),
+        ('cpu', {}, 1031, 'xla', 'rows of 1031 positions do not divide into blocks of at most 512'),
         ('tpu', {}, 128, 'splash', None),
         ('tpu', {'attn_soft_cap': 3.0}, 256, 'splash', None),
         ('tpu', {}, 100, 'xla', 'splash is not used: rows of 100 positions are not a multiple of 128'),
@@ -101,6 +104,40 @@ def test_splash_is_the_reference(cfg, mesh):
             got = jax.jit(functools.partial(both, KERNELS['splash'].run))()
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize('T, causal', [(1, True), (7, True), (96, False), (128, True), (192, True)])
+@pytest.mark.parametrize('K, J, soft_cap, packed', [(4, 16, None, True), (2, 8, 2.0, True), (1, 16, None, False)])
+def test_blocked_is_the_reference(T, causal, K, J, soft_cap, packed):
+    """Values and gradients in float64: one block and several, grouped heads, values of their own size, a cap, packed rows with padding."""
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(T), 4)
+        q, k, v, g = (
+            jax.random.normal(key, (2, T, *s), 'float64') for key, s in zip(keys, ((4, 16), (K, 16), (K, J), (4, J)), strict=True)
+        )
+        segments = jnp.stack([1 + jnp.arange(T) // 50, jnp.maximum(3 - jnp.arange(T) // 60, 0)]) if packed else None
+
+        def both(run):
+            out, pull = jax.vjp(run, q, k, v)
+            return out, *pull(g)
+
+        got = jax.jit(lambda: both(lambda *x: blocked(*x, segments, Rule(causal, 0.3, soft_cap))))()
+        want = jax.jit(lambda: both(lambda *x: attend(*x, may_see(T, segments, causal), 0.3, soft_cap)[0]))()
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max())
+
+
+def test_blocked_leaves_out_what_no_query_sees():
+    """Of 512 causal positions in 8 blocks, 36 of 64 pairs of blocks are computed, in both passes."""
+    assert blocks(512, True) == [(lo, lo + 64) for lo in range(0, 512, 64)] and blocks(512, False) == [(0, 512)]
+    assert [block_length(T) for T in (1, 100, 128, 130, 256, 1024, 4096)] == [1, 100, 64, 65, 64, 128, 512]
+    q = jnp.ones((1, 512, 1, 16))
+
+    def flops(run):
+        return jax.jit(jax.grad(lambda q: run(q, q, q).sum())).lower(q).compile().cost_analysis()['flops']
+
+    whole = flops(lambda *x: blocked(*x, None, Rule(False, 1.0, None)))
+    assert flops(lambda *x: blocked(*x, None, Rule(True, 1.0, None))) < 0.7 * whole
 
 
 @pytest.mark.parametrize('parts', [2, 8])

@@ -14,8 +14,8 @@ PACKAGE = ROOT / 'spannorm_jax'
 # A file imports only from above it; a folder counts as one file.
 ORDER = (
     'errors fields json_file manifest chips topology parametrization model_config config resume load initializers sharding rollcall launch '
-    'distributed watchdog embedding attention cache layers streams dispatch mla moe model loss optim data step program layout '
-    'checkpoint track nonfinite plot rundir restart host train '
+    'distributed watchdog embedding blocked_attention attention cache layers streams dispatch mla moe model loss optim data step program '
+    'layout checkpoint track nonfinite plot rundir restart host train '
     'diagnostics theory hlo plan search report bench stats figures experiment sweep launchers interop compare catalog audit doctor '
     'score generate gallery page diagnose progress worker results_page commands cli __main__ __init__ '
 ).split()
