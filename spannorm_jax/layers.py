@@ -17,7 +17,7 @@ from spannorm_jax.cache import Past, extend
 from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import Init, make, matrix_init
 from spannorm_jax.model_config import ModelConfig
-from spannorm_jax.sharding import constrain, pieces
+from spannorm_jax.sharding import constrain, pieces, target
 
 
 class Context(NamedTuple):
@@ -117,10 +117,11 @@ def standardize(x: Array, kind: str, eps: float, split: str | None = None) -> Ar
 def product(x: Float[Array, '... F'], w: Float[Array, 'F D'], wide: Any = None) -> Float[Array, '... D']:
     """x w in the dtype of x, or in `wide`, for sums in the residual stream and for logits.
 
-    Rows and positions become one axis first: of a product over two, XLA:CPU computes the weight's gradient three times as slowly, from a
-    transposed copy of the larger operand. Where positions are split over the mesh the two cannot be one.
+    On a CPU rows and positions become one axis first: of a product over two, XLA computes the weight's gradient three times as slowly,
+    from a transposed copy of the larger operand. Where positions are split over the mesh the two cannot be one; and compiled for a TPU,
+    the weights of attention would be gathered in a layout of ten times their bytes.
     """
-    rows = x if pieces('positions') > 1 else x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]) if target()[0] == 'cpu' and pieces('positions') == 1 else x
     out = rows @ w if wide is None else _wide_product(rows, w, wide)
     return out.reshape(*x.shape[:-1], w.shape[-1])
 
