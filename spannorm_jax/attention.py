@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from spannorm_jax import parametrization
-from spannorm_jax.blocked_attention import MASKED, Rule, block_length, blocked
+from spannorm_jax.blocked_attention import MASKED, Rule, blocked, blocks
 from spannorm_jax.errors import CheckFailed, UserError
-from spannorm_jax.model_config import ModelConfig
+from spannorm_jax.model_config import KEPT, ModelConfig
 from spannorm_jax.sharding import constrain, pieces, spec, target
 
 PART_SCORES = 2**24  # 64 MiB in float32
@@ -146,8 +146,9 @@ def _splash(q_BTNH, k_BSKH, v_BSKJ, segments_BT, problem, scale):
         one = splash.CausalMask if problem.causal else splash.FullMask
         mask = splash.MultiHeadMask([one((problem.T, problem.T)) for _ in range(q_BTNH.shape[2])])
         kernel = splash.make_splash_mha(
-            mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=problem.soft_cap, interpret=target()[0] == 'cpu'
-        )
+            mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=problem.soft_cap,
+            residual_checkpoint_name=KEPT, interpret=target()[0] == 'cpu',
+        )  # fmt: skip
         heads_first = (jnp.moveaxis(x, 2, 1) for x in (q_BTNH * scale, k_BSKH, v_BSKJ))
         out_BNTJ: Any = jax.vmap(kernel)(*heads_first, None if segments_BT is None else splash.SegmentIds(segments_BT, segments_BT))
         return jnp.moveaxis(out_BNTJ, 1, 2)
@@ -195,13 +196,20 @@ def _cudnn_cannot(p: Problem) -> str | None:
 
 
 def _blocked(q_BTNH, k_BSKH, v_BSKJ, segments_BT, problem, scale):
+    B, T, N = q_BTNH.shape[:3]
+    if B * N * longest_block(problem) * T / (pieces('rows') * pieces('heads')) > PART_SCORES:
+        return _xla(q_BTNH, k_BSKH, v_BSKJ, segments_BT, problem, scale)
     return blocked(q_BTNH, k_BSKH, v_BSKJ, segments_BT, Rule(problem.causal, scale, problem.soft_cap))
+
+
+def longest_block(p: Problem) -> int:
+    return max(hi - lo for lo, hi in blocks(p.T, p.causal))
 
 
 def _blocked_cannot(p: Problem) -> str | None:
     if p.shards > 1:
         return 'rows are split over mesh.sequence'
-    if block_length(p.T) > LONGEST_BLOCK:
+    if longest_block(p) > LONGEST_BLOCK:
         return f'rows of {p.T} positions do not divide into blocks of at most {LONGEST_BLOCK}'
     return None
 

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-BLOCK = 64  # queries in a block: measured, see docs/performance.md
+from spannorm_jax.model_config import KEPT
+
+BLOCK = 64  # queries in a block, at least (docs/performance.md)
 BLOCKS = 8  # at most: each is written out in the program
 MASKED = -1e30  # finite, so that a row of masked scores gives a uniform softmax and no NaN
-KEPT = 'attention'  # the name of what a rematerialisation policy should keep
 
 
 class Rule(NamedTuple):

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from spannorm_jax.model_config import KEPT
 from spannorm_jax.sharding import target
 
 
@@ -85,10 +87,10 @@ def tile_for(rows: int, E: int) -> int:
 def grouped_dot(x_MD: Float[Array, 'M D'], w_EDF: Float[Array, 'E D F'], groups: Groups) -> Float[Array, 'M F']:
     """Each row times the matrix of its expert. Rows behind the last group are not meant to be read."""
     if groups.tile == 1:
-        return jax.lax.ragged_dot(x_MD, w_EDF, groups.size_E)
+        return checkpoint_name(jax.lax.ragged_dot(x_MD, w_EDF, groups.size_E), KEPT)
     x_GtD = x_MD.reshape(-1, groups.tile, x_MD.shape[-1])
     y_GtF = jnp.einsum('GtD,GDF->GtF', x_GtD, w_EDF[groups.expert_M[:: groups.tile]])
-    return y_GtF.reshape(len(x_MD), -1)
+    return checkpoint_name(y_GtF.reshape(len(x_MD), -1), KEPT)
 
 
 Experts = Callable[[Float[Array, 'M D'], Groups], Float[Array, 'M D']]

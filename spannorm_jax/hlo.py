@@ -191,7 +191,12 @@ def matmul_flops(jaxpr: jax.extend.core.Jaxpr, once: bool = False) -> float:
             total += 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(lhs[d] for d in contracted)
         elif name == 'ragged_dot_general':
             lhs, rhs = map(_shape, eqn.invars[:2])
-            total += 2.0 * math.prod(lhs) * math.prod(rhs) / (rhs[0] * lhs[-1])
+            numbers = eqn.params['ragged_dot_dimension_numbers']
+            (contracted, _), _ = numbers.dot_dimension_numbers
+            if set(numbers.lhs_ragged_dimensions) <= set(contracted):  # of a weight: each row meets one group's matrix
+                total += 2.0 * math.prod(lhs) * math.prod(rhs) / math.prod(lhs[d] for d in contracted)
+            else:
+                total += 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(lhs[d] for d in contracted)
         elif name == 'scan':
             times = 1 if once else eqn.params['length']
         elif name == 'shard_map':

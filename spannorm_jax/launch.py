@@ -8,6 +8,7 @@ SPANNORM_DATA_S    86400   wait for process 0 to prepare the data
 """
 
 import os
+import re
 import socket
 import warnings
 from typing import NamedTuple
@@ -123,7 +124,10 @@ def introduce(place: Place) -> Member:
 def own_devices(me: Member, members: list[Member]) -> list[int] | None:
     """The accelerators of this host that this process takes; None for all that it sees, which is what one process a host wants.
 
-    Several processes that see the same ones take one each, as JAX has it under every launcher it knows.
+    Several processes that see the same ones take one each, as JAX has it under every launcher it knows; one that sees a single one, which
+    its launcher may have renumbered, takes that.
     """
+    if re.fullmatch(r'[^,]+', me.devices):
+        return None
     beside = [m for m in members if (m.host, m.devices) == (me.host, me.devices)]
     return None if len(beside) == 1 or os.environ.get('JAX_LOCAL_DEVICE_IDS') else [beside.index(me)]

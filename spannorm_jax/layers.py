@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from spannorm_jax.attention import attention, masked_attention
 from spannorm_jax.cache import Past, extend
 from spannorm_jax.errors import UserError
 from spannorm_jax.initializers import Init, make, matrix_init
-from spannorm_jax.model_config import ModelConfig
+from spannorm_jax.model_config import KEPT, ModelConfig
 from spannorm_jax.sharding import constrain, pieces, target
 
 
@@ -122,7 +123,7 @@ def product(x: Float[Array, '... F'], w: Float[Array, 'F D'], wide: Any = None) 
     the weights of attention would be gathered in a layout of ten times their bytes.
     """
     rows = x.reshape(-1, x.shape[-1]) if target()[0] == 'cpu' and pieces('positions') == 1 else x
-    out = rows @ w if wide is None else _wide_product(rows, w, wide)
+    out = rows @ w if wide is None else checkpoint_name(_wide_product(rows, w, wide), KEPT)
     return out.reshape(*x.shape[:-1], w.shape[-1])
 
 

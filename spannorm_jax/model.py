@@ -21,12 +21,11 @@ from jaxtyping import Array, Float, Int
 
 from spannorm_jax import cache as caches
 from spannorm_jax import parametrization, topology
-from spannorm_jax.blocked_attention import KEPT
 from spannorm_jax.embedding import look_up
 from spannorm_jax.initializers import Init, Param, draw, is_param, make, matrix_init
 from spannorm_jax.layers import Attention, Context, Mlp, Norm, accumulator, apply_norm, context, dropout, product
 from spannorm_jax.mla import LatentAttention
-from spannorm_jax.model_config import ModelConfig
+from spannorm_jax.model_config import KEPT, ModelConfig
 from spannorm_jax.moe import Moe
 from spannorm_jax.sharding import constrain
 
@@ -132,9 +131,9 @@ class Block(nn.Module):
         attn = sublayer('attn', lambda x, norms: attn_module(x, ctx, norms, bool(self.collect), held), 0)
         ffn = sublayer('ffn', lambda x, norms: ffn_module(x, ctx.real_BT, norms) if moe else (ffn_module(x, norms), {}), 1)
         c = SimpleNamespace(cfg=cfg, param=param, add=add, embedded=embedded, **coef)
-        stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
         if self.deferred:
-            stream = jnp.where(coef['first'], stream[0], apply_norm(cfg, *stream))
+            stream = arriving(cfg, coef['first'], *stream)
+        stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
         stream = rule(stream, attn, ffn, norm, c)
         router = {k: stats.pop(k) for k in ('router_logits', 'router_experts') if k in stats}
         if self.collect:
@@ -145,6 +144,20 @@ class Block(nn.Module):
             total, last = into['ffn_sum'], weights['ffn_sum']
             return (leaving(cfg, total), tuple(w.astype(accumulator(cfg)) for w in last)), stats
         return leaving(cfg, stream), stats
+
+
+def arriving(cfg: ModelConfig, first: Array, total: Array, weights: tuple[Array, ...]) -> Array:
+    """The stream of a deferred block: the norm of what the one before handed on, except in the first. Its gradient computes it again, so
+    that the stream, which is wider than what is handed on, need not wait for it."""
+
+    @jax.checkpoint
+    def arrive(total, weights):
+        total = total.astype(accumulator(cfg))
+        # What is not chosen is normed too, and must have a gradient, whatever the rows of the embedding are.
+        normed = apply_norm(cfg, jnp.where(first, jnp.arange(total.shape[-1], dtype=total.dtype), total), weights)
+        return jnp.where(first, total, normed)
+
+    return arrive(total, weights)
 
 
 def leaving(cfg: ModelConfig, stream: Any) -> Any:
@@ -242,7 +255,9 @@ class Stack(nn.Module):
                 metadata_params={nn.PARTITION_NAME: 'layers'},
             )
             coef = coefficients(cfg, range(lo, lo + n)) | {'first': jnp.arange(n) == 0}
-            deferred = n > 1 and rule in topology.ENDS_IN_NORM
+            # LayerNorm takes the mean out of the sum, which may be large: a sum that is rounded before is not as good as one that is not.
+            exact = cfg.norm == 'rmsnorm' or cfg.residual_dtype == accumulator(cfg)
+            deferred = n > 1 and rule in topology.ENDS_IN_NORM and exact
             if deferred:
                 stream = stream, (jnp.zeros(cfg.width, accumulator(cfg)),) * (1 + cfg.norm_bias)
             stream, s = scanned(cfg, rule, moe, causal=self.causal, collect=self.collect, deferred=deferred, name=f'blocks_{i}')(
@@ -372,6 +387,7 @@ class LM:
 def infos(cfg: ModelConfig) -> dict[str, Any]:
     """The parameter tree with a `Param` (shape, role, logical axes, fan-in, initial distribution) in place of each array."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    cfg = dataclasses.replace(cfg, attn_kernel='xla')  # it has no parameters, and others refuse a row of one token
     return jax.eval_shape(Transformer(cfg).init, jax.random.key(0), tokens)['params']
 
 

@@ -17,6 +17,9 @@ MOE = (
 )  # fmt: skip
 
 
+KEPT = 'kept'  # the name that marks values for `remat` dots to keep, beside the results of plain products
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only Transformer: one topology over shared sublayers. Axis letters are those of layers.py."""
@@ -184,11 +187,12 @@ class ModelConfig:
     dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
     """Dtype of the matrix products. Parameters, norm statistics, softmax and logits stay float32. float64 (tests) needs jax_enable_x64."""
     residual_dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
-    """Dtype of the residual stream between blocks. Sums are float32 whatever this says, but bfloat16 rounds what leaves a block: a branch
-    below 1/256 of its skip (keel and deepnorm at depth) is then partly lost."""
+    """Dtype of the residual stream between blocks. Sums are computed in float32 whatever this says, but bfloat16 rounds what leaves a
+    block (of one that ends in RMSNorm, the sum that the next block norms): a branch below 1/256 of its skip (keel and deepnorm at depth)
+    is then partly lost."""
     remat: Literal['none', 'full', 'dots'] = 'dots'
-    """Rematerialisation of a block: keep everything, only its input, or the results of its matrix products and of attention (what is
-    between them is cheaper to compute again than to keep)."""
+    """Rematerialisation of a block: keep everything, only its input, or the results of its matrix products and of attention (of cuDNN's
+    kernel not: it runs again), since what is between them is cheaper to compute again than to keep."""
     scan_unroll: int = 1
     """Blocks per step of the scan over layers; 0 unrolls all of them. Parameters and numbers do not depend on it."""
 

@@ -140,6 +140,16 @@ def test_blocked_leaves_out_what_no_query_sees():
     assert flops(lambda *x: blocked(*x, None, Rule(True, 1.0, None))) < 0.7 * whole
 
 
+def test_blocked_holds_no_more_scores_than_the_reference(monkeypatch):
+    """Where a block of all rows and heads would be too many scores, the queries are worked off in parts."""
+    q, k, v, _, segments = operands(CFG)
+    held = lambda name: str(jax.make_jaxpr(lambda q: KERNELS[name].run(q, k, v, segments, problem(CFG, 128), 0.3))(q))  # noqa: E731
+    assert 'custom_vjp' in held('blocked')
+    monkeypatch.setattr(attention, 'PART_SCORES', 2 * CFG.heads * 64 * 128 - 1)
+    assert held('blocked') == held('xla')
+    assert KERNELS['blocked'].cannot(problem(CFG, 1024, causal=False)) and not KERNELS['blocked'].cannot(problem(CFG, 1024))
+
+
 @pytest.mark.parametrize('parts', [2, 8])
 def test_in_parts_is_the_whole(parts, monkeypatch):
     q, k, v, g, segments = operands(CFG)

@@ -109,6 +109,8 @@ def test_processes_that_see_the_same_accelerators_take_one_each(env):
     assert [launch.own_devices(m, [a, b]) for m in (a, b)] == [[0], [1]]
     assert launch.own_devices(a, [a, Member(1, 'y', '0,1')]) is None  # alone on its host
     assert launch.own_devices(a, [a, Member(1, 'x', '2,3')]) is None  # the launcher has dealt them out
+    isolated = Member(0, 'x', '0'), Member(1, 'x', '0')  # each has one of its own, which the launcher calls 0 in both
+    assert [launch.own_devices(m, [*isolated]) for m in isolated] == [None, None]
     env(JAX_LOCAL_DEVICE_IDS='1')
     assert launch.own_devices(a, [a, b]) is None
 

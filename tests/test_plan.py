@@ -155,6 +155,16 @@ def test_matrix_products_are_counted_through_loops():
     assert hlo.matmul_flops(jaxpr, once=True) == 2 * 2 * 3 * 5 * 5
 
 
+def test_products_of_groups_are_counted_once_for_each_row():
+    """2 M D F for y = x w, and as much for the gradient of x and for that of w, however many groups there are."""
+    M, D, F, E = 64, 16, 32, 4
+    x, w, sizes = jnp.zeros((M, D)), jnp.zeros((E, D, F)), jnp.full(E, M // E)
+    f = lambda x, w: jax.lax.ragged_dot(x, w, sizes).sum()  # noqa: E731
+    assert hlo.matmul_flops(jax.make_jaxpr(f)(x, w).jaxpr) == 2 * M * D * F
+    for i in (0, 1):
+        assert hlo.matmul_flops(jax.make_jaxpr(jax.grad(f, argnums=i))(x, w).jaxpr) == 4 * M * D * F
+
+
 def test_matrix_products_under_shard_map_are_those_of_all_devices():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2)
     f = jax.shard_map(lambda x, w: x @ w, in_specs=(P('data'), P()), out_specs=P('data'), mesh=mesh, axis_names={'data'}, check_vma=False)
