@@ -1,6 +1,7 @@
 """Our models in lm-evaluation-harness (extra `eval`): its tasks, prompts and metrics, our weights, tokenizer and devices."""
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -217,7 +218,7 @@ def load_tasks(names: Sequence[str], data: Path | None) -> dict[str, dict[str, A
     """{tasks, groups, group_map} for the harness. Raises: UserError (no such task), MissingInput (what is not here), BadData (no task)."""
     if data is not None and not data.is_dir():
         raise MissingInput(f'--task-data {str(data)!r} is not a folder')
-    manager = TaskManager(include_defaults=not all(is_file(name) for name in names))  # its own are some ten thousand files
+    manager = manager_of(not all(is_file(name) for name in names))
     loaded: dict[str, dict[str, Any]] = {'tasks': {}, 'groups': {}, 'group_map': {}}
     for name in names:
         if is_file(name) and not Path(name).is_file():
@@ -236,6 +237,12 @@ def load_tasks(names: Sequence[str], data: Path | None) -> dict[str, dict[str, A
         except Exception as e:  # a task file can hold and call anything
             raise BadData(f'task {name!r} does not load: {type(e).__name__}: {said(e)}') from e
     return loaded
+
+
+@functools.cache
+def manager_of(own: bool) -> Any:
+    """Who knows tasks by name. The harness's own are some ten thousand files, which take their time and are not always needed."""
+    return TaskManager(include_defaults=own)
 
 
 def is_file(name: str) -> bool:

@@ -13,6 +13,7 @@ from spannorm_jax.loss import token_scores
 from spannorm_jax.model import LM
 
 SHORTEST = 32  # positions of the shortest shape; the others double, up to the length of a row in training
+MOST_ROWS = 128  # at a time on a device, however short: a few questions to a model of long rows must not become thousands of empty ones
 
 
 class Piece(NamedTuple):
@@ -43,15 +44,16 @@ def windows(ids: np.ndarray, seq: int, stride: int) -> Iterator[Piece]:
 class Scorer:
     """Scores pieces of at most `seq` + 1 ids under a model whose parameters lie on `mesh`.
 
-    A piece becomes a row of the next length in SHORTEST, 2 SHORTEST, ..., seq; of each length as many rows go through the model at a time
-    as make `rows` x `seq` tokens. No score depends on the pieces beside it: experts drop no token. chunk: as in `loss.token_scores`.
+    A piece becomes a row of the next length in SHORTEST, 2 SHORTEST, ..., seq. Of each length as many rows go through the model at a
+    time as make `rows` x `seq` tokens, at most MOST_ROWS a device. No score depends on the pieces beside it: experts drop no token.
+    chunk: as in `loss.token_scores`.
     """
 
     def __init__(self, lm: LM, params: Any, mesh: jax.sharding.Mesh, seq: int, rows: int, chunk: int | None = None):
         self.params, self.mesh, self.seq = params, mesh, seq
         shards = math.prod(mesh.shape[axis] for axis in sharding.BATCH)
         lengths = [*(SHORTEST << i for i in range(seq.bit_length()) if SHORTEST << i < seq), seq]
-        self.rows = {up(t, mesh.shape['sequence']): up(max(1, rows * seq // t), shards) for t in lengths}
+        self.rows = {up(t, mesh.shape['sequence']): up(max(1, min(rows * seq // t, MOST_ROWS * shards)), shards) for t in lengths}
         lm = LM(dataclasses.replace(lm.cfg, capacity_factor=None))
 
         def step(params, batch):

@@ -28,8 +28,8 @@ COUNTED = (
 )
 PROTOCOLS = {
     'rows': 'rows of {seq} tokens, cut from whole documents without overlap; a token sees its own document from the start of its row; ',
-    'documents': 'each document on its own, after the token that begins one, in windows of {seq} tokens that move on by as many; each token '
-    'counts once, and the last window reaches back as far as the others; experts drop no token; ',
+    'documents': 'each document on its own, after the token that begins one, in windows of {seq} tokens that move on by as many; each '
+    'token counts once, and the last window reaches back as far as the others; experts drop no token; ',
     'strided': 'each document on its own, after the token that begins one, in windows of {seq} tokens that move on by {stride}; each token '
     'counts once, with at least {least} before it or all that its document has; experts drop no token; ',
 }
