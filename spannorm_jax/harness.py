@@ -139,7 +139,8 @@ def generation(task: str, said: dict[str, Any], seq: int) -> tuple[Sampling, lis
         raise UserError(f'task {task!r} asks for {", ".join(sorted(kwargs))}, which is not implemented; known: {", ".join(SAMPLING)}')
     if limit >= seq:
         raise UserError(f'task {task!r} wants up to {limit} tokens, which leaves no room for its texts in rows of {seq} tokens')
-    return Sampling(**(rules if sample else {'temperature': 0.0})), [stop] if isinstance(stop, str) else [s for s in stop if s], limit
+    sampling = Sampling(**rules) if sample else Sampling(temperature=0.0)
+    return sampling, [stop] if isinstance(stop, str) else [s for s in stop if s], limit
 
 
 def run_tasks(
