@@ -157,13 +157,17 @@ def generate(args: 'cli.Generate') -> int:
 
 def export(args: 'cli.Export') -> int:
     from spannorm_jax.config import MeshConfig
-    from spannorm_jax.interop import save_hf
+    from spannorm_jax.interop import card, save_hf
+    from spannorm_jax.interop.huggingface import default_type
     from spannorm_jax.score import load_run
 
     if args.shard_gb <= 0:
         raise UserError(f'export: --shard-gb {args.shard_gb} must be above 0')
-    loaded = load_run(find_run(args.run), MeshConfig())
-    options = {'model_type': args.model_type, 'positions': loaded.cfg.data.seq, 'shard_bytes': int(args.shard_gb * 1e9)}
+    run = find_run(args.run)
+    loaded = load_run(run, MeshConfig())
+    beside = card.beside(run, loaded.cfg, loaded.tokenizer, loaded.step, args.model_type or default_type(loaded.cfg.model))
+    options: dict[str, Any] = {'model_type': args.model_type, 'positions': loaded.cfg.data.seq, 'shard_bytes': int(args.shard_gb * 1e9)}
+    options['beside'] = beside
     kind = save_hf(loaded.cfg.model, loaded.params, args.dir, tokenizer=loaded.tokenizer, **options)
     if args.json:
         print_json({'run': args.run, 'step': loaded.step, 'dir': args.dir, 'model_type': kind})
