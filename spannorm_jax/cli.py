@@ -42,6 +42,8 @@ class Train:
     config: Annotated[str, Positional, tyro.conf.arg(metavar='CONFIG')]
     """Name of a file in configs/, path of a .py file with get(), or a run's config.json."""
     settings: Settings = field(default_factory=Config)
+    profile: bool = False
+    """Trace a few steps into <run>/profile, for XProf or Perfetto."""
 
 
 @dataclass(frozen=True)

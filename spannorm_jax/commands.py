@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from spannorm_jax import cli
 
+PROFILED = 4  # steps: enough to see one follow another, few enough to look at
+
 
 def train(args: 'cli.Train') -> int:
     from spannorm_jax import distributed
@@ -27,7 +29,7 @@ def train(args: 'cli.Train') -> int:
 
     with distributed.together():
         with Progress() as progress:
-            outcome = fit(args.settings, progress)
+            outcome = fit(args.settings, progress, profile=PROFILED if args.profile else 0)
         if distributed.first():
             print(summary(args.settings, outcome))
     return outcome.exit_code

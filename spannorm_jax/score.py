@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spannorm_jax import distributed, likelihood, sharding
+from spannorm_jax import distributed, ledger, likelihood, sharding
 from spannorm_jax.checkpoint import Checkpoints
 from spannorm_jax.config import Config, MeshConfig, edit
 from spannorm_jax.data import Tokenizer, open_data, tokenizer_of
 from spannorm_jax.data.baselines import MOST_IDS, bigram_bits_per_byte
 from spannorm_jax.errors import BadData, MissingInput, UserError
-from spannorm_jax.host import use_compilation_cache
+from spannorm_jax.host import peak_flops, use_compilation_cache
 from spannorm_jax.initializers import is_param
 from spannorm_jax.load import read_config
-from spannorm_jax.model import LM, infos
+from spannorm_jax.model import LM, flops_per_token, infos
 from spannorm_jax.rundir import Outcome, model_line
 from spannorm_jax.step import evaluate, make_eval_step
 from spannorm_jax.track import read_rows
@@ -188,8 +188,23 @@ def summary(cfg: Config, outcome: Outcome) -> str:
         parts.append(f'validation {last["eval/bits_per_byte"]:.3f} bits/byte{_bigram(cfg) if outcome.status == "completed" else ""}')
     if 'test/bits_per_byte' in last:
         parts.append(f'test {last["test/bits_per_byte"]:.3f}')
+    parts += _time(cfg, folder)
     picture = folder / 'loss.png'
     return ', '.join(parts) + (f'\nloss curve: {picture}' if picture.is_file() else '')
+
+
+def _time(cfg: Config, folder: Path) -> list[str]:
+    """Goodput with the causes that took a hundredth or more, and MFU where the devices' peak is known."""
+    told = ledger.read(folder)
+    if told is None:
+        return []
+    useful, others = ledger.goodput(told)
+    causes = ', '.join(f'{cause} {share:.0%}' for cause, share in others.items() if share >= 0.01)
+    parts = [f'goodput {useful:.0%}' + (f' ({causes})' if causes else '')]
+    mesh = sharding.make_mesh(cfg.mesh)
+    if (peak := peak_flops(mesh.devices.flat[0])) and told['seconds']['step']:
+        parts.append(f'MFU {told["tokens"] * flops_per_token(cfg.model, cfg.data.seq) / told["seconds"]["step"] / peak / mesh.size:.1%}')
+    return parts
 
 
 def _bigram(cfg: Config) -> str:
