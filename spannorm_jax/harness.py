@@ -8,7 +8,7 @@ import math
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -164,22 +164,24 @@ def run_tasks(
     asked = [task for name in names for task in PRESETS.get(name, (name,))]
     with contextlib.nullcontext() if download else offline():
         loaded = load_tasks(asked, data)
+        means = {name: {metric for metric, fn in task.aggregation().items() if fn is mean} for name, task in loaded['tasks'].items()}
         for task in loaded['tasks'].values():
             if shots is not None or task.get_config('num_fewshot') is None:
                 task.set_config(key='num_fewshot', value=shots or 0)
             task.set_fewshot_seed(seed=0)
+            task.aggregation = functools.partial(tolerant, task.aggregation())
         model = Harness(run)
         found: Any = evaluate(model, loaded, limit=limit, bootstrap_iters=0, log_samples=True)  # pyright: ignore
     tasks = {}
-    for name, task in loaded['tasks'].items():
+    for name in loaded['tasks']:
         tasks[name] = {
-            'metrics': metrics(task, found['results'][name], found['samples'][name]),
+            'metrics': metrics(found['results'][name], means[name], found['samples'][name]),
             'examples': found['n-samples'][name]['effective'],
             'shots': found['n-shot'][name],
             'version': found['versions'].get(name),
             'truncated': model.truncated[name],
         }
-    groups = {name: metrics(None, row, []) for name, row in found.get('groups', {}).items()}
+    groups = {name: metrics(row) for name, row in found.get('groups', {}).items()}
     columns = {f'{task}/{metric}': tasks[task]['metrics'].get(metric) for task, metric in COLUMNS if task in tasks}
     accuracies = [value for name, value in columns.items() if '/acc' in name]
     whole = len(columns) == len(COLUMNS) and None not in accuracies
@@ -196,8 +198,20 @@ def run_tasks(
     }
 
 
-def metrics(task: Any, row: dict[str, Any], samples: list[dict[str, Any]]) -> dict[str, float]:
-    """The metrics of a task, `name` or `name,filter`; of those that are means also name_stderr, the standard error over the examples.
+def tolerant(aggregation: dict[str, Any]) -> dict[str, Any]:
+    """The same functions, infinite where a number is too large: the perplexity of a bad model is no reason to lose all others."""
+
+    def one(aggregate: Any, items: Any) -> Any:
+        try:
+            return aggregate(items)
+        except OverflowError:
+            return math.inf
+
+    return {name: functools.partial(one, aggregate) for name, aggregate in aggregation.items()}
+
+
+def metrics(row: dict[str, Any], means: Collection[str] = (), samples: Sequence[dict[str, Any]] = ()) -> dict[str, float]:
+    """The metrics of a task, `name` or `name,filter`; of `means` also name_stderr, the standard error over the examples.
 
     The harness itself would bootstrap it, for minutes, in forked processes.
     """
@@ -208,8 +222,7 @@ def metrics(task: Any, row: dict[str, Any], samples: list[dict[str, Any]]) -> di
             continue
         label = name if rule == 'none' else key
         found[label] = float(value)
-        a_mean = task is not None and task.aggregation().get(name) is mean
-        each = [float(s[name]) for s in samples if s['filter'] == rule and name in s] if a_mean else []
+        each = [float(s[name]) for s in samples if s['filter'] == rule and name in s] if name in means else []
         if len(each) > 1:
             found[f'{label}_stderr'] = statistics.stdev(each) / math.sqrt(len(each))
     return found

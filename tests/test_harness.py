@@ -12,7 +12,7 @@ pytest.importorskip('lm_eval')
 
 from test_likelihood import Oracle  # noqa: E402
 
-from spannorm_jax import cli, generate  # noqa: E402
+from spannorm_jax import cli, experiment, generate  # noqa: E402
 from spannorm_jax.config import MeshConfig  # noqa: E402
 from spannorm_jax.errors import MissingInput, UserError  # noqa: E402
 from spannorm_jax.harness import COLUMNS, PRESETS, Harness, datasets, generation, huggingface_hub, load_tasks, offline, run_tasks  # noqa: E402
@@ -160,6 +160,31 @@ def test_tasks_from_local_files(run, oracle, files):
     assert found['tasks']['choice']['metrics']['acc_stderr'] == pytest.approx(np.std(best, ddof=1) / math.sqrt(2))
     assert (found['bos'], found['seq'], found['columns'], found['average']) == (256, 16, {}, None)
     assert 'once' in found['protocol'] and found['harness'].startswith('0.')
+
+
+def test_a_model_too_bad_for_its_perplexity(run, files, monkeypatch):
+    """exp of more than 709 nats a word is infinite, and the other numbers stay."""
+    monkeypatch.setattr(Harness, 'loglikelihood_rolling', lambda self, requests: [-1e5] * len(requests))
+    found = run_tasks(run, [files['rolling']])['tasks']['rolling']['metrics']
+    assert found['word_perplexity'] == math.inf and found['bits_per_byte'] == pytest.approx(2e5 / 44 / math.log(2), rel=0.05)
+
+
+def test_the_columns_of_table_1(trained, run, monkeypatch):
+    """Tasks made of texts: what is asked for follows the passage in its document; the columns of a run are the harness's numbers."""
+    tasks = experiment.sibling('_tasks')
+    text = '\n'.join(f'{i:02d} = other' for i in range(30))
+    made = tasks.examples([text, 'short'], 12)
+    assert [len(made[name]) for name in tasks.TASKS] == [2, 4, 4] and made == tasks.examples([text, 'short'], 12)
+    for row in made['last_word']:
+        assert len(row['passage']) == 12 and f'{row["passage"]} {row["word"]}' in text
+    for row in made['next_line']:
+        assert row['passage'] + row['lines'][row['gold']] + '\n' in text + '\n' and len(set(row['lines'])) == 4
+        assert all(row['passage'] + line + '\n' not in text + '\n' for i, line in enumerate(row['lines']) if i != row['gold'])
+    assert len({row['gold'] for row in made['next_line']}) > 1
+    monkeypatch.setattr(tasks, 'examples', lambda texts, room: made | {'pages': [{'page': texts[0]}]})
+    found = tasks.harness_columns(run.cfg, pathlib.Path(trained))
+    assert set(found) == {f'harness/{name}' for name in tasks.COLUMNS} | {'harness'}
+    assert found['harness/last_word/acc'] in (0, 0.25, 0.5, 0.75, 1) and found['harness/pages/word_perplexity'] > 1
 
 
 def test_shots_and_limit(run, oracle, files):
