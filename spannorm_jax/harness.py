@@ -124,8 +124,8 @@ class Harness(TemplateLM):
                     self.truncated[str(requests[i].task_name)] += length[i] > self.max_length - limit
                 prompts = [requests[i].args[0] for i in batch]
                 prompts += prompts[-1:] * (self.rows - len(batch))  # one shape for all
-                run, room = self.run, self.max_length - limit
-                made = generate(run.lm, run.params, run.tokenizer, prompts, limit, sampling, self.seed, stop, mesh=run.mesh, room=room)
+                run, room, seed = self.run, self.max_length - limit, self.seed + lo  # a text asked for twice is drawn twice
+                made = generate(run.lm, run.params, run.tokenizer, prompts, limit, sampling, seed, stop, mesh=run.mesh, room=room)
                 found |= {i: c.text for i, c in zip(batch, made.completions, strict=False)}
         return [found[i] for i in range(len(requests))]
 

@@ -119,7 +119,8 @@ def test_generation_requests(run, oracle):
         assert text == bytes(t for t in made if t < 256).decode(errors='replace')
     assert model.truncated == {'asked': 2}
     sampled = {'until': [], 'max_gen_toks': 5, 'do_sample': True, 'temperature': 1.0}
-    assert model.generate_until([request('doc', sampled)]) == model.generate_until([request('doc', sampled)])
+    made = model.generate_until([request('doc', sampled)] * 6)
+    assert made == model.generate_until([request('doc', sampled)] * 6) and len(set(made)) == 6
 
 
 def test_what_a_task_may_ask_of_generation():
