@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -79,7 +80,9 @@ def wandb_records(data):
             at += left
             continue
         _, n, kind = struct.unpack('<IHB', data[at : at + 7])
-        held += data[at + 7 : at + 7 + n]
+        if len(part := data[at + 7 : at + 7 + n]) < n:
+            return  # still being written
+        held += part
         at += 7 + n
         if kind in (1, 4):
             yield held
@@ -97,9 +100,12 @@ def test_wandb_offline(tmp_path, monkeypatch):
         sink.write({k: plain(v) for k, v in row.items()})
     sink.close()
     (file,) = tmp_path.rglob('*.wandb')
+    until, records = time.monotonic() + 60, []
+    while time.monotonic() < until and not any(record.HasField('exit') for record in records):  # another process writes it
+        time.sleep(0.1)
+        records = [pb.Record.FromString(data) for data in wandb_records(file.read_bytes())]
     history, config, ids = [], {}, set()
-    for data in wandb_records(file.read_bytes()):
-        record = pb.Record.FromString(data)
+    for record in records:
         if record.HasField('run'):
             ids.add(record.run.run_id)
             config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
