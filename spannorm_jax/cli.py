@@ -42,6 +42,8 @@ class Train:
     config: Annotated[str, Positional, tyro.conf.arg(metavar='CONFIG')]
     """Name of a file in configs/, path of a .py file with get(), or a run's config.json."""
     settings: Settings = field(default_factory=Config)
+    profile: bool = False
+    """Trace a few steps into <run>/profile, for XProf or Perfetto."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Eval:
-    """Loss, bits per byte and perplexity of RUN's newest checkpoint on held-out text.
+    """Loss, bits per byte and perplexities of RUN's newest checkpoint on held-out text, or tasks of lm-evaluation-harness.
 
-    Example: spannorm eval runs/nano-1a2b3c4d --split test --json
+    Example: spannorm eval runs/nano-1a2b3c4d --split test --protocol strided --stride 32 --json
     """
 
     run: Annotated[str, Positional, tyro.conf.arg(metavar='RUN')]
@@ -93,6 +95,20 @@ class Eval:
     """At most this many tokens of whole documents; None means the whole split."""
     source: str | None = None
     """Other text than the run's own (as data.source); its split of the same name is read."""
+    protocol: Literal['rows', 'documents', 'strided'] = 'rows'
+    """rows: as in training. documents: each one on its own, in windows of a row. strided: the same in windows that overlap."""
+    stride: int | None = None
+    """strided: tokens by which a window moves on; None means half a row."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness in place of the text: their names, paths of task files, or paper (the paper's table 1)."""
+    task_data: str | None = None
+    """--tasks: folder with TASK/test.jsonl (validation.jsonl, train.jsonl) to use in place of a task's own data."""
+    limit: int | None = None
+    """--tasks: only the first so many examples of each."""
+    shots: int | None = None
+    """--tasks: solved examples in each prompt; None means as the task says."""
+    download: bool = False
+    """--tasks: fetch data that is not on this disk; without it nothing touches the network."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     json: bool = False
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from spannorm_jax import cli
 
+PROFILED = 4  # steps: enough to see one follow another, few enough to look at
+
 
 def train(args: 'cli.Train') -> int:
     from spannorm_jax import distributed
@@ -27,7 +29,7 @@ def train(args: 'cli.Train') -> int:
 
     with distributed.together():
         with Progress() as progress:
-            outcome = fit(args.settings, progress)
+            outcome = fit(args.settings, progress, profile=PROFILED if args.profile else 0)
         if distributed.first():
             print(summary(args.settings, outcome))
     return outcome.exit_code
@@ -57,23 +59,55 @@ def prepare(args: 'cli.Prepare') -> int:
 
 def evaluate(args: 'cli.Eval') -> int:
     from spannorm_jax import distributed
-    from spannorm_jax.score import score
+    from spannorm_jax.score import load_run, score
 
-    if args.tokens is not None and args.tokens < 1:
-        raise UserError(f'eval: --tokens {args.tokens} must be at least 1')
+    for name in ('tokens', 'limit'):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f'eval: --{name} {value} must be at least 1')
+    if not args.tasks and (args.task_data, args.limit, args.shots, args.download) != (None, None, None, False):
+        raise UserError('eval: --task-data, --limit, --shots and --download belong to --tasks; say which tasks')
+    run = find_run(args.run)
     with distributed.together():
-        found = score(find_run(args.run), args.split, args.tokens, args.source, args.mesh)
+        if args.tasks:
+            from spannorm_jax.harness import run_tasks
+
+            loaded, data = load_run(run, args.mesh), None if args.task_data is None else Path(args.task_data)
+            found = {'run': str(run), 'step': loaded.step}
+            found |= run_tasks(loaded, args.tasks, data, args.limit, args.shots, args.download)
+        else:
+            found = score(run, args.split, args.tokens, args.source, args.mesh, args.protocol, args.stride)
         speaks = distributed.first()
     if not speaks:
         return 0
     if args.json:
         print_json(found)
-        return 0
-    print(f'{found["run"]}, step {found["step"]}, {found["split"]} split of {found["source"]}')
-    print(f'  {found["bits_per_byte"]:.4f} bits/byte, {found["loss"]:.4f} nats/token, perplexity {found["perplexity"]:.3f} per token')
-    print(f'  {found["tokens"]:,} tokens, {found["documents"]:,} documents, {found["bytes"]:,} bytes')
-    print(f'  protocol: {found["protocol"]}')
+    elif args.tasks:
+        show_tasks(found)
+    else:
+        print(f'{found["run"]}, step {found["step"]}, {found["split"]} split of {found["source"]}')
+        print(f'  {found["bits_per_byte"]:.4f} bits/byte, {found["loss"]:.4f} nats/token, perplexity {found["perplexity"]:.3f} per token')
+        print(f'  perplexity {found["word_perplexity"]:.4g} per word, {found["byte_perplexity"]:.4f} per byte')
+        print(f'  {found["tokens"]:,} tokens, {found["words"]:,} words, {found["documents"]:,} documents, {found["bytes"]:,} bytes')
+        print(f'  protocol: {found["protocol"]}')
     return 0
+
+
+def show_tasks(found: dict[str, Any]) -> None:
+    table = new_table('task', 'metric', '>value', '>std error', '>examples', '>shots', '>truncated', 'version')
+    for name, task in found['tasks'].items():
+        for metric, value in task['metrics'].items():
+            if metric.endswith('_stderr'):
+                continue
+            error = task['metrics'].get(f'{metric}_stderr')
+            counts = (task['examples'], task['shots'], task['truncated'], task['version'])
+            table.add_row(name, metric, f'{value:.4f}', '' if error is None else f'{error:.4f}', *map(str, counts))
+    show(table)
+    if found['average'] is not None:
+        print(f'average of the accuracies of table 1: {found["average"]:.4f}')
+    print(
+        f'{found["run"]}, step {found["step"]}, lm-evaluation-harness {found["harness"]}' + (', not all examples' if found['limit'] else '')
+    )
+    print(f'protocol: {found["protocol"]}')
 
 
 def verify(args: 'cli.Verify') -> int:
@@ -125,13 +159,17 @@ def generate(args: 'cli.Generate') -> int:
 
 def export(args: 'cli.Export') -> int:
     from spannorm_jax.config import MeshConfig
-    from spannorm_jax.interop import save_hf
+    from spannorm_jax.interop import card, save_hf
+    from spannorm_jax.interop.huggingface import default_type
     from spannorm_jax.score import load_run
 
     if args.shard_gb <= 0:
         raise UserError(f'export: --shard-gb {args.shard_gb} must be above 0')
-    loaded = load_run(find_run(args.run), MeshConfig())
-    options = {'model_type': args.model_type, 'positions': loaded.cfg.data.seq, 'shard_bytes': int(args.shard_gb * 1e9)}
+    run = find_run(args.run)
+    loaded = load_run(run, MeshConfig())
+    beside = card.beside(run, loaded.cfg, loaded.tokenizer, loaded.step, args.model_type or default_type(loaded.cfg.model))
+    options: dict[str, Any] = {'model_type': args.model_type, 'positions': loaded.cfg.data.seq, 'shard_bytes': int(args.shard_gb * 1e9)}
+    options['beside'] = beside
     kind = save_hf(loaded.cfg.model, loaded.params, args.dir, tokenizer=loaded.tokenizer, **options)
     if args.json:
         print_json({'run': args.run, 'step': loaded.step, 'dir': args.dir, 'model_type': kind})

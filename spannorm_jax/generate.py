@@ -107,9 +107,9 @@ def side_by_side(ids: Sequence[Sequence[int]], T: int) -> tuple[np.ndarray, np.n
 class Row:
     """One prompt on its way: its tokens, and the text that is certain."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str, stop: Sequence[str], max_tokens: int):
+    def __init__(self, tokenizer: Tokenizer, prompt: str, stop: Sequence[str], max_tokens: int, room: int = 0):
         self.tokenizer, self.stop, self.max_tokens, self.prompt = tokenizer, stop, max_tokens, prompt
-        self.ids = [tokenizer.bos, *tokenizer.encode(prompt).tolist()]
+        self.ids = [tokenizer.bos, *tokenizer.encode(prompt).tolist()][-room:]
         self.before, self.new, self.said, self.text, self.finish = len(tokenizer.decode_bytes(self.ids)), [], 0, '', ''
 
     def add(self, token: int) -> str:
@@ -147,11 +147,12 @@ def generate(
     stop: Sequence[str] = (),
     on_text: Callable[[int, str], None] = lambda row, piece: None,
     mesh: jax.sharding.Mesh | None = None,
+    room: int = 0,
 ) -> Generated:
     """Continue each prompt until the document ends, a stop string appears (it is left out) or max_tokens are made.
 
     A prompt begins a document, as in training. `on_text(row, piece)` hears of text as soon as it is certain. `mesh`: where the parameters
-    lie; None is one device.
+    lie; None is one device. `room`: tokens of a prompt that are read, its last ones; 0 is all of them.
 
     Raises: UserError (no prompt, an empty stop string, numbers out of range, a tokenizer of another vocabulary).
     """
@@ -162,7 +163,7 @@ def generate(
     if '' in stop:
         raise UserError('a stop string is empty; leave it out')
     check_vocab(tokenizer, lm.cfg.vocab)
-    rows = [Row(tokenizer, prompt, stop, max_tokens) for prompt in prompts]
+    rows = [Row(tokenizer, prompt, stop, max_tokens, room) for prompt in prompts]
     step = functools.partial(stepper(lm, sampling or Sampling(), tokenizer.vocab), params)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         tokens_per_s = decode(lm, step, rows, max_tokens, jax.random.key(seed), on_text)

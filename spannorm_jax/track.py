@@ -172,14 +172,14 @@ def scalars(key: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 class TensorBoard:
-    """Scalars as they are; lists of length L as one scalar per layer."""
+    """Scalars as they are; lists of length L as one scalar per layer. What an earlier start wrote after `step` is not shown."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, step: int = 0):
         try:
             from tensorboardX import SummaryWriter
         except ImportError as e:
             raise UserError("run.sinks has 'tensorboard', which needs tensorboardX: pip install 'spannorm-jax[track]'") from e
-        self.writer = SummaryWriter(str(folder))
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, row: Row) -> None:
         for key, value in row.items():
@@ -208,12 +208,14 @@ class WandB:
         self.run.finish()
 
 
-def open_sinks(names: Iterable[str], folder: Path, config: dict[str, Any]) -> list[Sink]:
-    """The sinks a config asks for. Raises UserError naming the extra that is missing."""
-    make = {'tensorboard': lambda: TensorBoard(folder / 'tensorboard'), 'wandb': lambda: WandB(folder.name, config, folder)}
+def open_sinks(names: Iterable[str], folder: Path, config: dict[str, Any], step: int = 0) -> list[Sink]:
+    """The sinks a config asks for, of a run that goes on at `step`. Raises UserError naming the extra that is missing."""
+    make = {'tensorboard': lambda: TensorBoard(folder / 'tensorboard', step), 'wandb': lambda: WandB(folder.name, config, folder)}
     return [make[name]() for name in names]
 
 
 def open_log(folder: Path, step: int, sinks: Iterable[str], config: dict[str, Any]) -> MetricsFile:
     """metrics.jsonl of a run that goes on at `step`, with its sinks; of several processes one writes it."""
-    return MetricsFile(folder / 'metrics.jsonl', step, open_sinks(sinks, folder, config)) if distributed.first() else UnwrittenMetrics()
+    return (
+        MetricsFile(folder / 'metrics.jsonl', step, open_sinks(sinks, folder, config, step)) if distributed.first() else UnwrittenMetrics()
+    )

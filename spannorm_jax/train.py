@@ -1,6 +1,7 @@
 """`fit`: a configuration becomes a run directory. Trains, evaluates, saves, resumes, and says how it ended."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,43 +18,47 @@ from spannorm_jax.data import check_vocab, open_data
 from spannorm_jax.data.baselines import unigram_entropy
 from spannorm_jax.errors import StorageError
 from spannorm_jax.host import Clock, Feed, Interrupted, Signals, alone, patiently, use_compilation_cache
+from spannorm_jax.ledger import Ledger, Profile
 from spannorm_jax.nonfinite import Trouble
 from spannorm_jax.program import program
 from spannorm_jax.restart import Progress, data_identity, resumable
 from spannorm_jax.rundir import Outcome, Position
 from spannorm_jax.step import TrainState, evaluate, init_state, leaf_names, make_eval_step
-from spannorm_jax.track import MetricsFile, Row, open_log
+from spannorm_jax.track import MetricsFile, Row, open_log, read_rows
 from spannorm_jax.watchdog import Watchdog
 
 MAX_ROLLBACKS = 3
 EVALUATIONS = {'eval': 'validation', 'test': 'test'}  # group of metrics -> split
 
 
-def fit(cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], bool] | None = None, corpus: Any = None) -> Outcome:
+def fit(
+    cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], bool] | None = None, corpus: Any = None, profile: int = 0
+) -> Outcome:
     """Train, or go on with, the run that `cfg` describes, in `rundir.run_dir(cfg)`. A finished run is left as it is.
 
     progress: told what happens (see Progress). stop(step): asked before each step; True saves and ends as 'preempted', as SIGTERM,
     SIGUSR1 and the first Ctrl-C do; before the first step a signal ends it at once, with nothing to save. corpus: used instead of the
-    one that `cfg.data` names.
+    one that `cfg.data` names. profile: how many steps to trace, into `<run>/profile`.
 
     Raises: UserError (config, mesh, vocabulary, a config changed on resume), BadData, MissingInput, StorageError.
     """
     tell = progress if progress and distributed.first() else lambda kind, data: None
     with Signals() as signals:
         try:
-            return _fit(cfg, tell, signals, stop, corpus)
+            return _fit(cfg, tell, signals, stop, corpus, profile)
         except Interrupted as e:
             outcome = rundir.interrupted_early(rundir.run_dir(cfg))
             distributed.leave(e, outcome.exit_code)
             return outcome
 
 
-def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bool] | None, corpus: Any) -> Outcome:
+def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bool] | None, corpus: Any, profile: int) -> Outcome:
     folder = rundir.run_dir(cfg)
     distributed.same('the configurations', resume.flat(to_dict(cfg)), 'give every process the same command')
     if (done := rundir.look(cfg, folder)) is not None:
         tell('message', {'text': done.message})
         return done
+    ledger = Ledger(folder)
     use_compilation_cache()
     mesh = sharding.make_mesh(cfg.mesh)
     distributed.check_mesh(mesh)
@@ -79,8 +84,8 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
             return done
         with jax.set_mesh(mesh), open_checkpoints(cfg, folder) as checkpoints:
             try:
-                run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop)
-                with run.log, run.feed, run.watchdog:
+                run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger, profile)
+                with run.log, run.feed, run.watchdog, run.profile:
                     if distributed.any_of('the first step', signals.seen):
                         raise Interrupted('interrupted before the first step')
                     outcome = train(run)
@@ -96,6 +101,8 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
                 distributed.leave(why)
                 rundir.failed(why, checkpoints.latest() or 0).try_to_save(folder)
                 raise why from why.__cause__
+            finally:
+                ledger.try_to_save()
         outcome.save(folder)
         if outcome.status != 'preempted' and distributed.first():  # whoever interrupts is waiting
             draw(run)
@@ -122,6 +129,8 @@ class Run(NamedTuple):
     log: MetricsFile
     feed: Feed
     clock: Clock
+    ledger: Ledger
+    profile: Profile
     names: list[str]  # of the gradients' leaves
     make_state: Callable[[], TrainState]
     abstract: TrainState
@@ -132,7 +141,7 @@ class Run(NamedTuple):
     probe: Callable
 
 
-def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
+def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger, profile) -> Run:
     """Shardings, compiled steps and open files of a run. Raises as `resumable` does, before anything is written."""
     for note in checkpoints.notes:
         tell('message', {'text': note})
@@ -150,11 +159,13 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
 
     tell('message', {'text': f'compiling the step: {rundir.model_line(cfg)}'})
     begun = time.perf_counter()
-    step = compiled(False) if cfg.run.steps else None
-    stats_step = compiled(True) if cfg.run.steps and cfg.run.stats_every else step
+    with ledger.during('compile'):
+        step = compiled(False) if cfg.run.steps else None
+        stats_step = compiled(True) if cfg.run.steps and cfg.run.stats_every else step
     tell('message', {'text': f'step compiled in {time.perf_counter() - begun:.1f} s'})
     rundir.write_config(folder, cfg)
     agreed = distributed.Agreement(mesh)
+    ledger.back_to(checkpoints.latest() or 0, read_rows(folder / 'metrics.jsonl'))
     return Run(
         cfg=cfg,
         folder=folder,
@@ -169,6 +180,8 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop) -> Run:
         log=open_log(folder, checkpoints.latest() or 0, cfg.run.sinks, to_dict(cfg)),
         feed=Feed(cfg, corpus, sharding.local_rows(mesh, cfg.data.batch)),
         clock=Clock(cfg, mesh),
+        ledger=ledger,
+        profile=Profile(folder / 'profile', profile),
         names=leaf_names(cfg.model, made.infos),
         make_state=lambda: init_state(cfg, made.lm, made.optimizer, made.places),
         abstract=made.abstract,
@@ -202,19 +215,23 @@ def train(run: Run) -> Outcome:
         groups = ('eval', 'test') if end else ('eval',) if due(cfg.eval_every, pos.step) else ()
         for group in groups:
             if not interrupted and f'{group}/loss' not in row:
-                found = held_out(run, state.params, group)
+                with run.ledger.during('eval'):
+                    found = held_out(run, state.params, group)
                 row, interrupted = row | found, not found
         write_row(run, row, always=bool(groups))
         if saved != pos.step and (end or interrupted or due(cfg.checkpoint_every, pos.step)):
-            run.log.sync()  # first the rows, then the checkpoint that says they are there
-            run.checkpoints.save(pos.step, state, {'config': to_dict(run.cfg)} | data_identity(run.corpus) | dataclasses.asdict(pos))
+            with run.ledger.during('checkpoint'):
+                run.log.sync()  # first the rows, then the checkpoint that says they are there
+                run.checkpoints.save(pos.step, state, {'config': to_dict(run.cfg)} | data_identity(run.corpus) | dataclasses.asdict(pos))
+            run.ledger.save()
             saved = pos.step
         if interrupted:
             return ended(run, 'preempted', pos, 'interrupted: run the same command again to go on')
         if end:
             why = rundir.diverged(pos, unigram_entropy(run.corpus.meta.unigram))
             return ended(run, 'diverged' if why else 'completed', pos, why)
-        state, pos, row, bad = advance(run, state, pos)
+        with run.ledger.during('step'):
+            state, pos, row, bad = advance(run, state, pos)
         if bad is not None:
             trouble = blame(run, state, pos, bad)
             if cfg.nonfinite == 'stop' or pos.rollbacks == MAX_ROLLBACKS:
@@ -223,6 +240,7 @@ def train(run: Run) -> Outcome:
             run.tell('message', {'text': f'{trouble}; going back, and leaving out the data up to here'})
             leave_out, rollbacks = pos.batch + 1, pos.rollbacks + 1
             state, pos = restore(run)
+            run.ledger.back_to(pos.step)
             pos = dataclasses.replace(pos, batch=leave_out, rollbacks=rollbacks)
             run.log.truncate(pos.step)
             row, saved = run.log.last(pos.step), run.checkpoints.latest()
@@ -244,14 +262,15 @@ def advance(run: Run, state: TrainState, pos: Position) -> tuple[TrainState, Pos
         run.checkpoints.poll()
         run.watchdog.beat(f'the batch of step {launched + 1} was asked for')
         try:
-            with run.signals.heard_at_once():
+            with run.signals.heard_at_once(), run.ledger.during('data', unless=functools.partial(busy, pending)):
                 batch = run.feed.take(launched + offset)
         except Interrupted:
             if pending is None:
                 return state, pos, run.log.last(pos.step), None
             break
         step = run.stats_step if due(cfg.stats_every, launched + 1) else run.step
-        state, metrics = step(state, sharding.put_batch(batch, run.mesh, run.cfg.data.batch), run.rates)
+        with run.profile.step(launched + 1):
+            state, metrics = step(state, sharding.put_batch(batch, run.mesh, run.cfg.data.batch), run.rates)
         if pending is not None:
             pos, row, bad = settle(run, pos, pending)
             if bad is not None:
@@ -259,6 +278,11 @@ def advance(run: Run, state: TrainState, pos: Position) -> tuple[TrainState, Pos
             write_row(run, row)
         pending = metrics
     return state, *settle(run, pos, pending)
+
+
+def busy(metrics: Any) -> bool:
+    """Whether the step that gives them is still under way."""
+    return metrics is not None and not all(x.is_ready() for x in jax.tree.leaves(metrics))
 
 
 def settle(run: Run, pos: Position, metrics: Any) -> tuple[Position, Row, dict[str, Any] | None]:
@@ -274,6 +298,7 @@ def settle(run: Run, pos: Position, metrics: Any) -> tuple[Position, Row, dict[s
         row['train/skipped'] = new.skipped
         if not applied:
             nonfinite.record(run.folder, nonfinite.examine(run.cfg, run.names, new.step, pos.batch, m))
+    run.ledger.done((new if bad is None else pos).step, tokens, applied)
     row |= run.clock.lap(tokens)
     run.tell('step', {'step': new.step, 'steps': run.cfg.run.steps, 'loss': loss})
     return (new if bad is None else pos), row, bad

@@ -152,6 +152,8 @@ def test_overrides_reach_every_field():
     lines = {}
     for option, hint in cli.options_of(cli.Train):
         path = option.removeprefix('--').replace('-', '_')
+        if path == 'profile':  # no field: what this one start does besides
+            continue
         topology = 'deepnorm' if path == 'model.init' else readers.get(path.removeprefix('model.'), 'pre')  # beta needs init = own
         base = edit(load.load_config('nano'), {'model.topology': topology})
         if path != 'model.topology':
@@ -488,4 +490,4 @@ def test_options_of_lists_every_field():
     sections = {f.name for f in dataclasses.fields(Config)}
     assert {f'--{f.name.replace("_", "-")}' for f in dataclasses.fields(cli.Audit)} - names == {'--config', '--settings'}
     assert {name[2:].split('.')[0] for name in names if '.' in name} == sections - {'name'}
-    assert score.PROTOCOL and pathlib.Path(load.folder('configs')).is_dir() and time.time() > 0
+    assert score.PROTOCOLS and pathlib.Path(load.folder('configs')).is_dir() and time.time() > 0

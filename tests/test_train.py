@@ -182,7 +182,7 @@ def straight(tmp_path_factory):
 def test_a_run_leaves_what_the_contract_names(straight):
     cfg, folder, outcome, told = straight
     assert (outcome.status, outcome.step, outcome.exit_code) == ('completed', 8, 0)
-    assert {p.name for p in folder.iterdir()} == {'config.json', 'metrics.jsonl', 'checkpoints', 'outcome.json', 'loss.png'}
+    assert {p.name for p in folder.iterdir()} == {'config.json', 'metrics.jsonl', 'checkpoints', 'outcome.json', 'time.json', 'loss.png'}
     assert from_dict(Config, json.loads((folder / 'config.json').read_text())) == edit(cfg, {'run.dir': None})
     assert json.loads((folder / 'outcome.json').read_text()) == {
         'status': 'completed', 'step': 8, 'reason': '', 'first_nonfinite': None, 'skipped': 0, 'rollbacks': 0, 'spikes': 0,

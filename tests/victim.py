@@ -185,7 +185,7 @@ def run(order) -> int:
         POINTS[point]()
     if order.get('fault'):
         FAULTS[order['fault']]()
-    cli.dispatch = lambda argv: commands.train(SimpleNamespace(settings=edit(TINY, order['config'])))
+    cli.dispatch = lambda argv: commands.train(SimpleNamespace(settings=edit(TINY, order['config']), profile=False))
     return cli.main([])
 
 

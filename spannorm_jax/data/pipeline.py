@@ -272,6 +272,14 @@ class EvalSet:
         make = _EvalRows(self.stream, self.seq, self.tokens)
         return Batches(make, self.batch, range(self.batch) if mine is None else mine, 0, len(self))
 
+    def texts(self) -> Iterator[np.ndarray]:
+        """The ids of one document after the other, int32: bos, its text, eos."""
+        lo = 0
+        for hi, _ in self.stream.documents()[: self.documents].tolist():
+            ids = self.stream.windows([lo], hi - lo + 1)[0]
+            ids[-1], lo = self.stream.meta.tokenizer['eos'], hi
+            yield ids
+
 
 @dataclass
 class _EvalRows:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +102,18 @@ def save_hf(
     tokenizer: Tokenizer | None = None,
     positions: int = POSITIONS,
     shard_bytes: int = SHARD_BYTES,
+    beside: Mapping[str, bytes] | None = None,
 ) -> str:
     """Write a model so that transformers opens it, in float32; the model_type that was written.
 
     model_type None: llama for topology `pre` where Llama computes the same function, else spannorm_jax, which brings a modelling file
     (trust_remote_code). A family's name writes that layout, where it can express the model. `positions`: max_position_embeddings.
+    `beside`: more files, by name.
 
     Raises: UserError (the folder is not empty; the family cannot express the model), StorageError.
     """
     folder = Path(folder)
-    kind = model_type or ('llama' if cfg.topology == 'pre' and not families.differences(cfg, 'llama') else OWN)
+    kind = model_type or default_type(cfg)
     if kind == OWN:
         config, layout, code = remote.config(cfg), remote.LAYOUT, remote.code(cfg)
         config |= {'format': FORMAT, 'spannorm': to_dict(cfg)}
@@ -133,6 +136,8 @@ def save_hf(
         (part / 'config.json').write_text(json.dumps(config, indent=1) + '\n', 'utf-8')
         for name, text in code.items():
             (part / name).write_text(text, 'utf-8')
+        for name, data in (beside or {}).items():
+            (part / name).write_bytes(data)
         if tokenizer is not None:
             write_tokenizer(tokenizer, part)
         write_folder(part, names.stored(cfg, names.places(cfg, layout), _lazily(cfg, params)), shard_bytes)
@@ -140,6 +145,11 @@ def save_hf(
             folder.rmdir()
         part.rename(folder)
     return kind
+
+
+def default_type(cfg: ModelConfig) -> str:
+    """The model_type that is written where nobody asks for one."""
+    return 'llama' if cfg.topology == 'pre' and not families.differences(cfg, 'llama') else OWN
 
 
 def _lazily(cfg: ModelConfig, params: Any):

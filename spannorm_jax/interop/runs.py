@@ -9,6 +9,7 @@ from spannorm_jax.checkpoint import Checkpoints, disk_errors
 from spannorm_jax.config import Config, DataConfig, to_dict
 from spannorm_jax.data import check_vocab, load_tokenizer
 from spannorm_jax.errors import MissingInput, UserError
+from spannorm_jax.interop import card
 from spannorm_jax.interop.huggingface import POSITIONS, TOKENIZER_FILES, load_hf
 from spannorm_jax.interop.safetensors import read_json
 from spannorm_jax.rundir import Position, write_config
@@ -39,6 +40,7 @@ def import_run(folder: Path, run: Path, seq: int | None = None) -> Config:
         (run / 'tokenizer').mkdir(parents=True, exist_ok=True)
         for file in files:
             shutil.copyfile(file, run / 'tokenizer' / file.name)
+        card.keep(folder, run)
     meta = {'config': to_dict(cfg), 'text': '', 'tokenizer': tokenizer.fingerprint} | dataclasses.asdict(Position())
     with Checkpoints(run / 'checkpoints') as checkpoints:
         checkpoints.save_params(0, params, meta)
