@@ -147,17 +147,11 @@ class Block(nn.Module):
 
 
 def arriving(cfg: ModelConfig, first: Array, total: Array, weights: tuple[Array, ...]) -> Array:
-    """The stream of a deferred block: the norm of what the one before handed on, except in the first. Its gradient computes it again, so
-    that the stream, which is wider than what is handed on, need not wait for it."""
-
-    @jax.checkpoint
-    def arrive(total, weights):
-        total = total.astype(accumulator(cfg))
-        # What is not chosen is normed too, and must have a gradient, whatever the rows of the embedding are.
-        normed = apply_norm(cfg, jnp.where(first, jnp.arange(total.shape[-1], dtype=total.dtype), total), weights)
-        return jnp.where(first, total, normed)
-
-    return arrive(total, weights)
+    """The stream of a deferred block: the norm of what the one before handed on, except in the first."""
+    total = total.astype(accumulator(cfg))
+    # What is not chosen is normed too, and must have a gradient, whatever the rows of the embedding are.
+    normed = apply_norm(cfg, jnp.where(first, jnp.arange(total.shape[-1], dtype=total.dtype), total), weights)
+    return jnp.where(first, total, normed)
 
 
 def leaving(cfg: ModelConfig, stream: Any) -> Any:

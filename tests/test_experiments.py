@@ -47,6 +47,10 @@ def made_up_measure(exp, cfg, rng):
         ranks = {f'{at}/{k}': [(1 - falling) * rng.uniform(0.9, 1) for _ in range(L)] for at in ('ffn_hidden', 'state') for k in RANKS}
         weights = {f'layers.ffn.{k}/condition': [10 * math.exp(falling) * rng.uniform(0.9, 1)] * L for k in ('up', 'down', 'gate')}
         return ranks | weights | {'embedding': np.geomspace(math.exp(3 * falling), math.exp(-3 * falling), 16).tolist()}
+    if exp.id == 'T12':
+        return {
+            f'{task}/{k}/loss': 2.0 - falling / 10 + rng.uniform(0, 0.01) for task in ('denoiser', 'recurrent') for k in ('eval', 'test')
+        }
     if exp.id == 'table1':
         return {f'harness/{name}': rng.uniform(0, 1) for name in experiment.sibling('_tasks').COLUMNS}
     return {'tables': TABLES[exp.id]} if cfg.run.steps == 0 else {}
