@@ -95,8 +95,8 @@ class Block(nn.Module):
         weights = {}  # of the norms
 
         def norm(site, x):
-            weights[site] = Norm(cfg, name=f'norm_{site}').weights(x.shape[-1])
-            into[site], out[site] = x, apply_norm(cfg, x, weights[site])
+            module = Norm(cfg, name=f'norm_{site}')
+            into[site], out[site], weights[site] = x, module(x), module.weights(x.shape[-1])
             return out[site]
 
         def embedded(x):

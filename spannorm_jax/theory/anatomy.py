@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from spannorm_jax import topology
-from spannorm_jax.diagnostics.anatomy import embed, enter, leave
+from spannorm_jax.diagnostics.anatomy import differentiable, embed, enter, leave
 from spannorm_jax.layers import Attention, Context, Mlp, Norm
 from spannorm_jax.loss import loss_sums
 from spannorm_jax.model import LM, Block, coefficients
@@ -174,6 +174,7 @@ def own_jacobian(cfg: ModelConfig, params: Any, tokens_BT: Int[Array, 'B T']) ->
     Returns (M (D, D), s). Each block maps D tangents at once; their common size is divided out and its logarithm kept. Of one row.
     Of what position T puts out, the input of position T is the only part an identity path could carry.
     """
+    cfg = differentiable(cfg)
     x_BTD, make_stream, parts = start(cfg, params, tokens_BT)
     stream, D = make_stream(x_BTD), x_BTD.shape[-1]
     tangent_UBTD = jnp.zeros((D, *stream.shape)).at[:, :, -1].set(jnp.eye(D)[:, None])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spannorm_jax.diagnostics.anatomy import differentiable
 from spannorm_jax.layers import Attention, Mlp, Norm
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.theory import anatomy
@@ -27,6 +28,7 @@ def norms_of_blocks(cfg: ModelConfig, params: Any, tokens_BT: jax.Array) -> dict
     may be a few per cent too small; norm, that of N_ffn at the token of Z with the least rms, times that rms; product |W2 W1|, W1 the up
     projection; least and sigma as in `anatomy.observe`.
     """
+    cfg = differentiable(cfg)
     x_BTD, make_stream, parts = anatomy.start(cfg, params, tokens_BT)
     stream, found = make_stream(x_BTD), []
 
