@@ -123,7 +123,9 @@ def compiled_plan(made: Program, chips: Chips) -> Plan:
     with jax.set_mesh(mesh):
         kernel, _ = choose_kernel(cfg.model, cfg.data.seq)
         traced = made.step().trace(made.abstract, made.batch, made.peaks)
-        arguments = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves((made.abstract, made.batch)))
+        arguments = sum(
+            x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves((made.abstract, made.batch, made.peaks))
+        )
         compiled, why = None, ''
         try:
             compiled = traced.lower().compile()

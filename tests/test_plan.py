@@ -196,8 +196,8 @@ def test_bytes_per_device_are_those_of_real_arrays(made):
     assert sum(by_name.values()) == sum(map(real, jax.tree.leaves(state.params)))
     found = plan.compiled_plan(made, CPU)
     one = planned(made.batch['tokens'])
-    # Whatever of the batch this model does not read is no argument of the program.
-    assert (found.bytes.arguments - sum(map(real, jax.tree.leaves(state)))) / one in (2, 3, 4)
+    # Whatever of the batch this model does not read is no argument of the program; nor is Muon's rate, beside Adam's of 4 bytes.
+    assert (found.bytes.arguments - 4 - sum(map(real, jax.tree.leaves(state)))) / one in (2, 3, 4)
 
 
 def test_a_plan_of_the_devices_here(made):
