@@ -123,8 +123,9 @@ def test_blocked_is_the_reference(T, causal, K, J, soft_cap, packed):
 
         got = jax.jit(lambda: both(lambda *x: blocked(*x, segments, Rule(causal, 0.3, soft_cap))))()
         want = jax.jit(lambda: both(lambda *x: attend(*x, may_see(T, segments, causal), 0.3, soft_cap)[0]))()
+        largest = max(np.abs(b).max() for b in want)  # of one position alone the gradients of q and k are zeros
         for a, b in zip(got, want, strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max())
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * largest)
 
 
 def test_blocked_leaves_out_what_no_query_sees():
