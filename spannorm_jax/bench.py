@@ -60,7 +60,7 @@ def literal(text: str) -> Any:
     """4, 1e-3, None and True as Python reads them; everything else is a string."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 
@@ -85,8 +85,9 @@ def bench(cases: dict[str, Config], rounds: int, tell: Callable[[str], None]) ->
             took = made[name].step_ms()
             if i >= WARM_UP:
                 ms[name].append(took)
-    return [case.measured(ms[name], None if name == next(iter(cases)) else (next(iter(made.values())), ms[next(iter(cases))]))
-            for name, case in made.items()]  # fmt: skip
+    first = next(iter(made))
+    base = made[first], ms[first]
+    return [case.measured(ms[name], None if name == first else base) for name, case in made.items()]
 
 
 class Case:

@@ -22,6 +22,7 @@ def test_a_variant_is_the_base_with_other_fields():
     assert made['model.topology=pre'] == edit(TINY, {'model.topology': 'pre'})
     assert made['optim.loss-chunk=0,model.remat=full'] == edit(TINY, {'optim.loss_chunk': 0, 'model.remat': 'full'})
     assert [literal(t) for t in ('4', '1e-3', 'True', 'None', 'pre', '')] == [4, 1e-3, True, None, 'pre', '']
+    assert [literal(t) for t in ('{[]: 1}', '1 +', '\0')] == ['{[]: 1}', '1 +', '\0']
 
 
 @pytest.mark.parametrize(
