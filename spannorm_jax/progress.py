@@ -1,5 +1,6 @@
 """What a person sees while something runs, on stderr: a bar on a terminal, a line every few seconds elsewhere."""
 
+import contextlib
 import sys
 import time
 from typing import Any
@@ -8,14 +9,24 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from spannorm_jax.errors import unheard
+
 EVERY_SECONDS = 5.0
+
+
+class Unheard(Console):
+    """A console that falls silent when its reader goes away; rich would end the program, and a run must not end with its log."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        unheard(self.file.fileno())
 
 
 class Progress:
     """Called as `train.Progress`: progress(kind, data). Use as a context manager; leaving it takes the bar away."""
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
+        self.console = console or Unheard(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.bar: Bar | None = None
         self.tasks: dict[str, Any] = {}
         self.begun: dict[str, tuple[float, int]] = {}  # per kind: when, and at how much, the first sign came
@@ -39,6 +50,10 @@ class Progress:
             self.bar.stop()
 
     def __call__(self, kind: str, data: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # a terminal that is gone, a log on a disk that is full
+            self.show(kind, data)
+
+    def show(self, kind: str, data: dict[str, Any]) -> None:
         if kind == 'message':
             self.console.print(data['text'])
         elif kind == 'prepare':

@@ -6,10 +6,12 @@ line or a line end where there is one, so that a file of any length is read with
 
 import gzip
 import io
+import itertools
 import json
 import os
+import reprlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -185,12 +187,18 @@ def _count_lines(path: str, upto: int) -> int:
         return count
 
 
+def _some(names: Iterable[str]) -> str:
+    """Names for a message: a record may have a million of them."""
+    found = [reprlib.repr(name) for name in itertools.islice(names, 9)]
+    return ', '.join(found[:8] + ['...'] * (len(found) > 8)) or 'none'
+
+
 def _record(record: Any, text_field: str, where: Callable[[], str]) -> Iterator[Document]:
     """Documents of one record: its text field, cut when longer than DOCUMENT_BYTES."""
     if not isinstance(record, dict):
         raise BadData(f'{where()}: expected an object with the field {text_field!r}, got {type(record).__name__}')
     if text_field not in record:
-        raise BadData(f'{where()} has no field {text_field!r} (it has {", ".join(map(repr, record))}); set data.text_field')
+        raise BadData(f'{where()} has no field {text_field!r} (it has {_some(record)}); set data.text_field')
     text = record[text_field]
     try:
         data = text if isinstance(text, bytes) else text.encode('utf-8')
@@ -222,8 +230,7 @@ def _parquet(piece: Piece, text_field: str) -> Iterator[Document]:
     file = parquet_file(piece.path)
     with file:
         if text_field not in file.schema_arrow.names:
-            names = ', '.join(map(repr, file.schema_arrow.names))
-            raise BadData(f'{piece.path!r} has no column {text_field!r} (it has {names}); set data.text_field')
+            raise BadData(f'{piece.path!r} has no column {text_field!r} (it has {_some(file.schema_arrow.names)}); set data.text_field')
         for group in range(piece.lo, piece.hi):
             columns = [file.metadata.row_group(group).column(i) for i in range(file.metadata.num_columns)]
             size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field)

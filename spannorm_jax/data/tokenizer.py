@@ -15,6 +15,7 @@ from spannorm_jax.errors import BadData, MissingInput, UserError
 from spannorm_jax.json_file import LARGE, read_bytes, read_json
 
 FILE_BYTES = 256 << 20  # the largest tokenizers in use have some 30 MB
+MOST_IDS = 1 << 22  # they have some 300,000 ids; what counts tokens has a number for each
 BYTES_FINGERPRINT = hashlib.sha256(b'256 bytes, separator 256').hexdigest()
 # Names that BOS and EOS go by when tokenizer_config.json is not there to tell; the first one present is taken.
 BOS_NAMES = ('<s>', '<|begin_of_text|>', '<bos>', '[BOS]', '<|startoftext|>')
@@ -116,9 +117,12 @@ class HuggingFaceTokenizer(Tokenizer):
         bos, eos = self._special('bos_token', said, ids, BOS_NAMES), self._special('eos_token', said, ids, EOS_NAMES)
         if eos is None:
             raise UserError(f'tokenizer {name!r}: no EOS token found; name it in {str(config)!r} as "eos_token"')
+        vocab = max(ids.values()) + 1
+        if vocab > MOST_IDS:
+            raise BadData(f'{str(path)!r} has the id {vocab - 1}; more than {MOST_IDS} ids are not supported')
         digest = hashlib.sha256(data + json.dumps([bos, eos]).encode()).hexdigest()
         files = {'tokenizer.json': path} | ({config.name: config} if config.is_file() else {})
-        super().__init__(name, digest, max(ids.values()) + 1, eos if bos is None else bos, eos, files)
+        super().__init__(name, digest, vocab, eos if bos is None else bos, eos, files)
 
     @staticmethod
     def _special(key: str, said: dict[str, str], ids: dict[str, int], names: tuple[str, ...]) -> int | None:
