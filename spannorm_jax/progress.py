@@ -47,15 +47,12 @@ class Progress:
 
     def __exit__(self, *_) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            with contextlib.suppress(OSError):
+                self.bar.stop()
 
     def __call__(self, kind: str, data: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # a terminal that is gone, a log on a disk that is full
-            self.show(kind, data)
-
-    def show(self, kind: str, data: dict[str, Any]) -> None:
         if kind == 'message':
-            self.console.print(data['text'])
+            self.say(data['text'])
         elif kind == 'prepare':
             size = f'{data["done"] / 1e6:,.1f} of {data["all"] / 1e6:,.1f} MB'
             self.advance('prepare', 'preparing text', data['done'], data['all'], size)
@@ -67,7 +64,11 @@ class Progress:
             self.tokens_per_s = data.get('perf/tokens_per_s') or self.tokens_per_s
             for group, split in (('eval', 'validation'), ('test', 'test')):
                 if f'{group}/bits_per_byte' in data:
-                    self.console.print(f'step {data["step"]}  {split} {data[f"{group}/bits_per_byte"]:.4f} bits/byte')
+                    self.say(f'step {data["step"]}  {split} {data[f"{group}/bits_per_byte"]:.4f} bits/byte')
+
+    def say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a terminal that is gone, a log on a disk that is full
+            self.console.print(text)
 
     def advance(self, kind: str, title: str, done: int, total: int, note: str) -> None:
         now = time.monotonic()
@@ -81,4 +82,4 @@ class Progress:
             self.bar.update(self.tasks[kind], completed=done, note=note, visible=done < total)
         elif now - self.said >= EVERY_SECONDS or done >= total:
             self.said = now
-            self.console.print(f'{title}: {note}')
+            self.say(f'{title}: {note}')

@@ -236,13 +236,49 @@ def test_signals_while_the_step_compiles_and_while_data_is_awaited(tmp_path, tex
     same(straight, folder)
 
 
-def start_all(victims, of, at=None, hit=None, env=None):
-    """One run of as many processes as there are victims; `hit` comes to the point `at`."""
+def start_all(victims, of, at=None, hit=None, fault=None, **env):
+    """One run of as many processes as there are victims; `hit` comes to the point `at`, or has the fault."""
     address = f'localhost:{free_port()}'
     for i, v in enumerate(victims):
         place = {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': str(len(victims)), 'JAX_PROCESS_ID': str(i)}
-        place |= {'SPANNORM_LOST_S': str(LOST_S)} | (env or {})
-        v.start(of, at=at if v is hit else None, env=place if len(victims) > 1 else env)
+        place |= {'SPANNORM_LOST_S': str(LOST_S)} | env
+        mine = {'at': at, 'fault': fault} if v is hit else {}
+        v.start(of, **mine, env=place if len(victims) > 1 else {})
+
+
+@pytest.mark.full
+def test_a_process_of_two_that_is_missing_or_stuck(tmp_path, text):
+    """It is named, with the stated exit code, within the time that was set; afterwards the run goes on."""
+    pair = [Victim(tmp_path / f'here{i}') for i in range(2)]
+    of = {name: config(text, tmp_path / name, **{'mesh.devices': 2}) for name in ('straight', 'run')}
+    ended = lambda: [v.end() for v in pair]  # noqa: E731
+    try:
+        start_all(pair, of['straight'])
+        assert ended() == [0, 0], [v.said() for v in pair]
+
+        alone = {'JAX_COORDINATOR_ADDRESS': f'localhost:{free_port()}', 'JAX_NUM_PROCESSES': '2', 'SPANNORM_START_S': '3'}
+        for i, words in ((0, 'process 1 of 2 did not come within 3 s'), (1, 'process 0 did not answer at')):
+            pair[i].start(of['run'], env=alone | {'JAX_PROCESS_ID': str(i)})
+            assert pair[i].end() == 2 and words in pair[i].said(), pair[i].said()
+
+        for hit, other in (pair, pair[::-1]):
+            start_all(pair, of['run'], ['before a save', 1], hit, SPANNORM_LOST_S='15')
+            assert hit.signal_at_mark(signal.SIGSTOP)
+            code = other.end()
+            assert code == 75 or hit is pair[0] and code == -signal.SIGABRT, other.said()
+            assert f'process {pair.index(hit)} (host' in other.said() or code != 75, other.said()
+            hit.kill(signal.SIGKILL)
+            assert hit.end() == -signal.SIGKILL
+
+        start_all(pair, of['run'] | {'run.hang_s': 20.0}, hit=pair[1], fault='hang')
+        assert ended() == [71, 71] and 'in stuck' in pair[1].said(), [v.said() for v in pair]
+        assert committed(tmp_path / 'run')
+        start_all(pair, of['run'])
+        assert ended() == [0, 0], [v.said() for v in pair]
+        same(tmp_path / 'straight', tmp_path / 'run')
+    finally:
+        for v in pair:
+            v.close()
 
 
 def kill_at_random(draw, victims, of, folder):
