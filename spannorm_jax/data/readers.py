@@ -222,13 +222,14 @@ def parquet_file(path: str):
         raise UserError("reading Parquet needs pyarrow: pip install 'spannorm-jax[text]'") from None
     try:
         return parquet.ParquetFile(path, memory_map=False, buffer_size=1 << 20)
-    except (pyarrow.ArrowInvalid, OSError) as e:
+    except (pyarrow.ArrowException, OSError, ValueError) as e:
         raise BadData(f'{path!r} is not a Parquet file: {e}') from None
 
 
 def _parquet(piece: Piece, text_field: str) -> Iterator[Document]:
-    file = parquet_file(piece.path)
-    with file:
+    import pyarrow
+
+    with parquet_file(piece.path) as file:
         if text_field not in file.schema_arrow.names:
             raise BadData(f'{piece.path!r} has no column {text_field!r} (it has {_some(file.schema_arrow.names)}); set data.text_field')
         for group in range(piece.lo, piece.hi):
@@ -244,7 +245,7 @@ def _parquet(piece: Piece, text_field: str) -> Iterator[Document]:
                         place = f'{piece.path!r} row group {group} row {row}'
                         yield from _record({text_field: value.as_py()}, text_field, lambda place=place: place)
                         row += 1
-            except OSError as e:
+            except (pyarrow.ArrowException, OSError, ValueError) as e:
                 raise BadData(f'{piece.path!r} row group {group} after row {row} is damaged: {e}') from None
 
 
