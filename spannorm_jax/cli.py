@@ -388,7 +388,7 @@ def main(argv: Sequence[str]) -> int:
 def complain(message: str, code: int) -> int:
     try:
         print(f'spannorm: {message}', file=sys.stderr)
-    except BrokenPipeError:
+    except OSError:  # no reader, or a log on a disk that is full: the code says it
         unheard(sys.stderr.fileno())
     return code
 

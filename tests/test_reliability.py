@@ -72,6 +72,7 @@ class Victim:
             self.kill(signal.SIGKILL)
             self.end()
         self.mark.unlink(missing_ok=True)
+        pathlib.Path(f'{self.mark}.log').unlink(missing_ok=True)
         order = {'config': config, 'at': at, 'fault': fault, 'env': env or {}, 'mark': str(self.mark)}
         self.process.stdin.write(json.dumps(order) + '\n')
         self.process.stdin.flush()
@@ -210,9 +211,9 @@ def test_a_slow_store_a_jumping_clock_and_a_log_that_nobody_reads_change_nothing
 @pytest.mark.full
 def test_a_run_that_hangs_says_where_and_ends_with_71(tmp_path, text, victim, straight):
     folder = tmp_path / 'run'
-    victim.start(config(text, folder, **{'run.hang_s': 3.0}), fault='hang')
+    victim.start(config(text, folder, **{'run.hang_s': 15.0}), fault='hang')
     assert victim.end() == 71, victim.said()
-    assert 'no sign of life for 3 s (run.hang_s) since' in victim.said() and 'in stuck' in (folder / 'hang.txt').read_text()
+    assert 'no sign of life for 15 s (run.hang_s) since' in victim.said() and 'in stuck' in (folder / 'hang.txt').read_text()
     assert json.loads((folder / 'outcome.json').read_text())['status'] == 'failed'
     victim.start(config(text, folder))
     assert victim.end() == 0, victim.said()
