@@ -263,7 +263,7 @@ def test_a_process_of_two_that_is_missing_or_stuck(tmp_path, text):
             assert pair[i].end() == 2 and words in pair[i].said(), pair[i].said()
 
         for hit, other in (pair, pair[::-1]):
-            start_all(pair, of['run'], ['before a save', 1], hit, SPANNORM_LOST_S='15')
+            start_all(pair, of['run'], ['before a save', 2], hit, SPANNORM_LOST_S='15')
             assert hit.signal_at_mark(signal.SIGSTOP)
             code = other.end()
             assert code == 75 or hit is pair[0] and code == -signal.SIGABRT, other.said()
