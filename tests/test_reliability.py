@@ -10,11 +10,8 @@ import json
 import os
 import pathlib
 import random
-import select
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -22,7 +19,7 @@ import numpy as np
 import pytest
 from test_distributed import free_port
 from test_resume import arrays, rows_of
-from victim import ONCE, POINTS
+from victim import ONCE, POINTS, Victim
 
 from spannorm_jax import manifest
 
@@ -30,7 +27,6 @@ pytestmark = pytest.mark.reliability
 KILLS = int(os.environ.get('RELIABILITY_KILLS', 200))
 SEED = int(os.environ.get('RELIABILITY_SEED', 20261130))
 STEPS = 10
-WAIT_S = 600.0
 LOST_S = 30
 SMALL = {
     'model.vocab': 257, 'model.dropout': 0.1, 'data.seq': 16, 'run.steps': STEPS,
@@ -48,73 +44,6 @@ MODELS = {
     'dense': {'model.topology': 'pre', 'model.layers': 1},
     'moe': {'model.topology': 'peri', 'model.layers': 2, 'model.experts': 4, 'model.first_dense': 1},
 }
-
-
-class Victim:
-    """One process that trains when told to, and is killed when it has come far enough."""
-
-    def __init__(self, mark):
-        self.mark = pathlib.Path(mark)
-        folder = pathlib.Path(__file__).parent
-        env = os.environ | {'PYTHONPATH': f'{folder.parent}{os.pathsep}{os.environ.get("PYTHONPATH", "")}', 'PYTHONWARNINGS': 'ignore'}
-        self.process = subprocess.Popen(
-            [sys.executable, str(folder / 'victim.py')],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        self.pid = None
-
-    def start(self, config, at=None, fault=None, env=None):
-        if self.pid is not None:  # a test that failed left it
-            self.kill(signal.SIGKILL)
-            self.end()
-        self.mark.unlink(missing_ok=True)
-        pathlib.Path(f'{self.mark}.log').unlink(missing_ok=True)
-        order = {'config': config, 'at': at, 'fault': fault, 'env': env or {}, 'mark': str(self.mark)}
-        self.process.stdin.write(json.dumps(order) + '\n')
-        self.process.stdin.flush()
-        self.pid = self.read('pid')
-
-    def read(self, word):
-        said, number = self.process.stdout.readline().split()
-        assert said == word
-        return int(number)
-
-    def kill(self, number):
-        os.kill(self.pid, number)  # or its zombie, which its parent keeps until the next order
-
-    def gone(self):
-        return select.select([self.process.stdout], [], [], 0)[0] != []
-
-    def signal_at_mark(self, number):
-        """Send it once the run is where it should be; False where it ended before it got there."""
-        deadline = time.monotonic() + WAIT_S
-        while not self.mark.exists():
-            if self.gone():
-                return False
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.005)
-        self.kill(number)
-        return True
-
-    def end(self):
-        code, self.pid = self.read('end'), None
-        return code
-
-    def said(self):
-        log = pathlib.Path(f'{self.mark}.log')
-        return log.read_text() if log.exists() else ''
-
-    def close(self):
-        if self.pid is not None:
-            self.kill(signal.SIGKILL)
-        self.process.stdin.close()
-        self.process.wait(60)
-        self.process.stdout.close()
-        self.process.stderr.close()
 
 
 @pytest.fixture(scope='module')
