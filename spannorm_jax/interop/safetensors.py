@@ -65,7 +65,7 @@ def entries(path: Path) -> dict[str, Entry]:
 def _entry(path: Path, start: int, size: int, name: str, facts: Any) -> Entry:
     said, short = reprlib.repr(name), reprlib.repr
     if facts['dtype'] not in DTYPES:
-        raise ValueError(f'{said} is of dtype {short(facts["dtype"])}, expected one of {", ".join(DTYPES)}')
+        raise ValueError(f'{said} is of dtype {str(facts["dtype"])[:40]}, expected one of {", ".join(DTYPES)}')
     dtype, shape, (lo, hi) = DTYPES[facts['dtype']], tuple(facts['shape']), facts['data_offsets']
     if len(shape) > MOST_AXES or not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, lo, hi)):
         raise ValueError(f'{said} has shape {short(shape)} at {short(lo)} to {short(hi)}')
