@@ -331,6 +331,7 @@ def test_a_config_of_endless_experts(tmp_path):
 
 def test_headers_that_lie_are_answered_at_once(exported):
     folder = exported()
+    held = load_file(folder / WHOLE)
 
     def refused(header, message):
         text = json.dumps(header).encode()
@@ -346,7 +347,6 @@ def test_headers_that_lie_are_answered_at_once(exported):
     refused({'a': whole | {'shape': [True, 0]}}, 'has shape')
     refused({'a' * 100_000: whole | {'shape': [3]}}, 'of shape')
     refused({'a': whole | {'dtype': ['F32'] * 9999, 'shape': [0]}}, 'unhashable')
-    held = load_file(exported() / WHOLE)
     save_file(held | {f'model.layers.{"9" * 5000}.x': np.zeros(1, np.float32)}, folder / WHOLE)
     with pytest.raises(BadData, match='has 1 weights that no part'):
         load_hf(folder)
