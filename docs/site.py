@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml. On a code host the pages are plain Markdown with relative links; here those links are led to where the site has things.
+"""Hooks of mkdocs.yml. On a code host the pages are plain Markdown with relative links; the site leads them to where it has things.
 
 The site takes up README.md as its front page, other pages and pictures of the repository that a page links to, and the API reference,
 which is made from docstrings. A docstring is plain text, not Markdown: what Markdown would take for markup is escaped.

@@ -10,6 +10,7 @@ LINE = '#7d8590'  # half way between white and black
 FILL = {'norm': '#1b7f5c', 'attn': '#2a63b5', 'ffn': '#b0530d', 'read': '#75569c'}  # white text is read on all of them
 BOX, GAP, EDGE, GUTTER = 112, 18, 13, 46  # width of a box, between rows, around the picture and its frames, between two streams
 HEIGHT = {'end': 16, 'port': 12, 'sum': 20}  # any other: 24
+ARROW = ' marker-end="url(#to)"'
 NOTE = 14  # more, for a second line
 FONT = 'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif" font-size="12"'
 
@@ -76,7 +77,7 @@ class Picture:
 
     def svg(self) -> str:
         for run in self.graph.runs:
-            self._frame(self.row[run.begin[0]], self.row[run.end[0]], run.count)
+            self._frame(self.row[run.begin[0]], self.row[run.end[0]], run.layers)
         for source, node, factor in self.edges:
             self._edge(source, node, factor)
         for node in self.graph.nodes:
@@ -86,7 +87,7 @@ class Picture:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
             f'viewBox="0 0 {self.width:g} {self.height:g}" role="img" {FONT} stroke-width="1.3">\n'
             f'<title>The topology {escape(self.graph.name)}</title>\n'
-            f'<marker id="to" viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="6" markerHeight="6" markerUnits="userSpaceOnUse" orient="auto">'
+            f'<marker id="to" refX="5.5" refY="3" markerWidth="6" markerHeight="6" markerUnits="userSpaceOnUse" orient="auto">'
             f'<path d="M0 0 6 3 0 6z" fill="{LINE}"/></marker>\n{text}\n' + '\n'.join(self.parts) + '\n</svg>\n'
         )
 
@@ -104,7 +105,7 @@ class Picture:
         aside = 1 if xn < xs else -1  # the side of the node that the source is on, where they stand side by side
         if (source, node) in self.lane[node.column]:
             aside = 1 if node.column else -1
-            lane = xn + aside * (BOX / 2 + self.pitch * (self.lane[node.column][source, node] + 0.6))
+            lane = xn + aside * (BOX / 2 + self.pitch * (self.lane[node.column][source, node] + 0.75))
             path, at = f'M{xs:g} {out:g}v4H{lane:g}V{yn:g}H{xn + aside * width(node) / 2:g}', (lane + 4, (out + yn) / 2)
         elif source.column == node.column:
             path, at = f'M{xs:g} {out:g}V{top:g}', (xs + 5, (out + top) / 2)
@@ -131,7 +132,9 @@ class Picture:
             self.parts.append(self._text(x + 7, y + 4, node.text, anchor='start', style='italic'))
         else:
             dash = ' stroke="#fff" stroke-dasharray="3 2"' if node.kind == 'norm' and node.note else ''
-            self.parts.append(f'<rect x="{x - BOX / 2:g}" y="{y - h / 2:g}" width="{BOX}" height="{h}" rx="5" fill="{FILL[node.kind]}"{dash}/>')
+            self.parts.append(
+                f'<rect x="{x - BOX / 2:g}" y="{y - h / 2:g}" width="{BOX}" height="{h}" rx="5" fill="{FILL[node.kind]}"{dash}/>'
+            )
             label = f'norm {node.text}' if node.kind == 'norm' else node.text
             self.parts.append(self._text(x, y + 4 - (NOTE / 2 if node.note else 0), label, fill='#fff'))
             if node.note:
@@ -143,13 +146,9 @@ class Picture:
         return f'<text x="{x:g}" y="{y + dy:g}" text-anchor="{anchor}" fill="{fill}"{extra}>{escape(text)}</text>'
 
 
-ARROW = ' marker-end="url(#to)"'
-
-
 def height(node: Node) -> int:
     return HEIGHT.get(node.kind, 24 + (NOTE if node.note else 0))
 
 
 def width(node: Node) -> int:
     return {'sum': 20, 'port': 0, 'end': 70}.get(node.kind, BOX)
-

@@ -122,11 +122,11 @@ def mixing() -> Any:
 
 
 class Run(NamedTuple):
-    """So many equal blocks: where the streams come in and go out."""
+    """So many equal blocks (layers): where the streams come in and go out."""
 
     begin: list[Node]
     end: list[Node]
-    count: int
+    layers: int
 
 
 class Sketch(NamedTuple):
