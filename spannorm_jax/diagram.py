@@ -32,7 +32,7 @@ class Picture:
         self.edges = [(source, node, factor) for node in graph.nodes for source, factor in node.sources]
         self.lane = {column: self._lanes(column) for column in self.columns}
         longest = max((len(factor) for source, node, factor in self.edges if self._passes(source, node)), default=0)
-        self.pitch = 14 + 7 * longest
+        self.pitch = 16 + 9 * longest
         room = [self.pitch * (1 + max(self.lane[column].values(), default=-1)) for column in sorted(self.columns)]
         self.x = {0: 2 * EDGE + room[0] + BOX / 2, 1: 2 * EDGE + room[0] + BOX * 1.5 + GUTTER}
         self.width = self.x[max(self.columns)] + BOX / 2 + 2 * EDGE + (room[1] if len(room) > 1 else 0)
