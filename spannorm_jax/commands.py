@@ -366,7 +366,7 @@ def diagnose(args: 'cli.Diagnose') -> int:
 
     if not args.targets:
         raise UserError('diagnose needs at least one RUN_OR_CONFIG')
-    found = diagnose(args.targets, Path(args.dir), args.only, args.rows, lambda text: print(text, file=sys.stderr))
+    found = diagnose(args.targets, Path(args.dir), args.only, args.rows, lambda text: print(text, file=sys.stderr), args.configs)
     if args.json:
         print_json(as_json(found))
         return 0

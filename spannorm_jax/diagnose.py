@@ -27,12 +27,19 @@ LONGEST = 60  # letters of a label that lists what differs, where names would do
 Tell = Callable[[str], None]
 
 
-def diagnose(targets: Sequence[str], out: Path, only: Sequence[str] = (), rows: int = 8, tell: Tell = lambda text: None) -> dict[str, Any]:
+def diagnose(
+    targets: Sequence[str],
+    out: Path,
+    only: Sequence[str] = (),
+    rows: int = 8,
+    tell: Tell = lambda text: None,
+    configs: Sequence[Config] = (),
+) -> dict[str, Any]:
     """Measure every target, write `diagnostics.json`, a PNG per diagnostic and `index.html` into `out`, and return what the JSON holds:
     {'runs': [{name, label, step, ...}], 'diagnostics': {name: [one object of numbers and lists for each run]}}.
 
     targets: runs (their newest checkpoint) and configurations (their initial values); only: some of DIAGNOSTICS; rows: of the probe batch,
-    the first ones of the validation split.
+    the first ones of the validation split; configs: of the targets, where they are not what the files say.
 
     Raises: UserError (unknown diagnostic), MissingInput, BadData, StorageError.
     """
@@ -46,7 +53,7 @@ def diagnose(targets: Sequence[str], out: Path, only: Sequence[str] = (), rows: 
     with disk_errors('write', out):
         out.mkdir(parents=True, exist_ok=True)
     runs, measured = [], {name: [] for name in chosen}
-    configs = [load_config(target) for target in targets]
+    configs = configs or [load_config(target) for target in targets]
     for target, cfg, (place, label) in zip(targets, configs, grouped(configs), strict=True):
         probe, info = load(target, cfg, rows)
         for name, entry in chosen.items():

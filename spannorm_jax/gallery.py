@@ -77,8 +77,10 @@ def draw(ax: Axes, panel: Panel, groups: Sequence[Group], places: Sequence[int],
         heat(ax, panel, groups[0], theme)
         return
     for group, place in zip(groups, places, strict=True):
-        for key in panel.keys:
-            line(ax, panel, group, key, theme.runs[place % len(theme.runs)], ('-', '--', ':')[place // len(theme.runs) % 3])
+        color, style = theme.runs[place % len(theme.runs)], ('-', '-.', ':')[place // len(theme.runs) % 3]
+        line(ax, panel, group, panel.keys[0], color, style)
+        for key in panel.keys[1:]:
+            line(ax, panel, group, key, color, '--', beside=True)
     if panel.log:
         ax.set_yscale('log')
         for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
@@ -91,8 +93,8 @@ def draw(ax: Axes, panel: Panel, groups: Sequence[Group], places: Sequence[int],
         ax.legend(frameon=False, fontsize=6.5, labelcolor=theme.ink)
 
 
-def line(ax: Axes, panel: Panel, group: Group, key: str, color: str, style: str) -> None:
-    """The mean over seeds, and a band from the lowest to the highest."""
+def line(ax: Axes, panel: Panel, group: Group, key: str, color: str, style: str, beside: bool = False) -> None:
+    """The mean over seeds, and a band from the lowest to the highest; `beside` another line: thin, without a band or a name."""
     found = [v for run in group.runs if (v := values(run, key)).ndim == 1 and len(v)]
     if not found:
         return
@@ -101,6 +103,9 @@ def line(ax: Axes, panel: Panel, group: Group, key: str, color: str, style: str)
         y = np.where(y > 0, y, np.nan)
     known = np.isfinite(y).any(0)
     x, y = panel.first + np.flatnonzero(known), y[:, known]
+    if beside:
+        ax.plot(x, np.nanmean(y, 0), style, color=color, lw=0.8)
+        return
     ax.plot(x, np.nanmean(y, 0), style, color=color, lw=1.5, label=group.label, marker='o' if len(x) <= 12 else None, ms=3)
     if len(y) > 1:
         ax.fill_between(x, np.nanmin(y, 0), np.nanmax(y, 0), color=color, alpha=0.18, lw=0)

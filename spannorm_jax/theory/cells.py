@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -69,12 +69,21 @@ def draw_tokens(seed: int, shape: tuple[int, int] = (ROWS, POSITIONS)) -> jax.Ar
     return jax.random.randint(jax.random.fold_in(jax.random.key(seed), 1), shape, 0, VOCAB, jnp.int32)
 
 
-def measure(cell: Cell, seeds: int, of: Callable[..., Any], shape: tuple[int, int] = (ROWS, POSITIONS)) -> dict[str, np.ndarray]:
-    """`of(cfg, params, tokens)` for seeds 0, 1, ...: a dict of arrays with the seeds in front, in float64."""
+def measure(
+    cell: Cell, seeds: int, wanted: Mapping[Callable[..., Any], tuple[int, int]]
+) -> dict[Callable[..., Any], dict[str, np.ndarray]]:
+    """For each `of(cfg, params, tokens)` in `wanted`, on tokens of its shape: a dict of float64 arrays, seeds 0, 1, ... in front.
+
+    All of them see the same weights, which at 512 blocks take longer to draw than to measure.
+    """
     cfg = cell.config()
-    program = compiled(of, dataclasses.replace(cfg, scale_init='none', embed_std=None))  # what only initialisation reads
-    found = [jax.device_get(program(LM(cfg).init(jax.random.key(seed)), draw_tokens(seed, shape))) for seed in range(seeds)]
-    return {k: np.stack([np.asarray(f[k], np.float64) for f in found]) for k in found[0]}
+    programs = {of: compiled(of, dataclasses.replace(cfg, scale_init='none', embed_std=None)) for of in wanted}  # what only drawing reads
+    found: dict[Callable[..., Any], list[dict[str, np.ndarray]]] = {of: [] for of in wanted}
+    for seed in range(seeds):
+        params = LM(cfg).init(jax.random.key(seed))
+        for of, shape in wanted.items():
+            found[of].append(jax.device_get(programs[of](params, draw_tokens(seed, shape))))
+    return {of: {k: np.stack([np.asarray(f[k], np.float64) for f in each]) for k in each[0]} for of, each in found.items()}
 
 
 @functools.cache
