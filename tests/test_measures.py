@@ -21,7 +21,7 @@ REAL = np.asarray(BATCH['segments']) > 0
 
 
 def settings(model, **changes):
-    fixed = {'optim.schedule': 'constant', 'optim.warmup_steps': 0, 'optim.clip': None, 'run.steps': 8}
+    fixed = {'optim.schedule': 'constant', 'optim.warmup_steps': 0, 'optim.clip': 0.0, 'run.steps': 8}
     return edit(Config(), {'model': model} | fixed | changes)
 
 

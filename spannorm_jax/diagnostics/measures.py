@@ -36,13 +36,13 @@ def gradients(probe: Probe) -> Measured:
     scales = (np.log(probe.step[f'layer/sigma_{site}']) for site in ('attn', 'ffn'))
     law = training.norm_law(probe.cfg.model.topology, *scales)
     if law is not None:
-        with np.errstate(divide='ignore'):
+        with np.errstate(all='ignore'):
             measured = np.log(found['grad_rms/write'])
-        rest = measured - law
-        found |= {'law': np.exp(law + rest[-1]), 'law: ln first over last': law[0] - law[-1]}
-        found |= {'measured: ln first over last': measured[0] - measured[-1], 'law: R2': 1 - rest.var() / measured.var()}
+            rest = measured - law
+            found |= {'law': np.exp(law + rest[-1]), 'law: ln first over last': law[0] - law[-1]}
+            found |= {'measured: ln first over last': measured[0] - measured[-1], 'law: R2': 1 - rest.var() / measured.var()}
     for name, l, several in matrices(probe, probe.grads, ('write',)):
-        ranks = [spectra.effective_ranks(np.square(np.linalg.svd(m, compute_uv=False)))['soft'] for m in several]
+        ranks = [spectra.effective_ranks(np.square(spectra.singular_values_of(m)))['soft'] for m in several]
         found.setdefault(f'rank/{name}', np.full(probe.cfg.model.layers, np.nan))[l] = np.mean(ranks)
     return found
 
@@ -137,9 +137,7 @@ def ranks(probe: Probe) -> Measured:
         layers['ffn_hidden'] = probe.tokens(probe.seen['hidden'])
     for what, x_LND in layers.items():
         for x_ND in x_LND:
-            known = np.isfinite(x_ND).all()
-            of = spectra.effective_ranks(spectra.eigenvalues(x_ND) if known else np.zeros(x_ND.shape[-1]))
-            for name, value in of.items():
+            for name, value in spectra.effective_ranks(spectra.eigenvalues(x_ND)).items():
                 found.setdefault(f'{what}/{name}', []).append(value)
     return {k: np.array(v) for k, v in found.items()}
 
@@ -164,12 +162,13 @@ def turned(probe: Probe) -> Measured:
 
 
 def removed(probe: Probe) -> Measured:
-    found = compiled(removal.one_by_one, probe, probe.batch)
-    if probe.cfg.model.layers > 2:
-        first = removal.groups(turns(probe))
-        several = compiled(lambda cfg, params, batch: removal.in_groups(cfg, params, batch, first), probe, probe.batch)
-        found |= {f'group/{k}': v for k, v in several.items()} | {'group/first': first + 1}
-    if probe.cfg.model.layers > 1:
+    L = probe.cfg.model.layers
+    first = removal.groups(turns(probe))
+    kept_KL = np.concatenate([1 - np.eye(L), removal.without_groups(first, L)])  # one by one, then in groups
+    both = compiled(removal.rises, probe, probe.batch, kept_KL)
+    found = {k: v[:L] for k, v in both.items()}
+    if L > 1:
+        found |= {f'group/{k}': v[L:] for k, v in both.items()} | {'group/first': first + 1}
         found['swapped'] = compiled(removal.swaps, probe, probe.batch)
     return found
 
@@ -219,14 +218,15 @@ def along_the_row(probe: Probe) -> Measured:
 def sharpness(probe: Probe) -> Measured:
     few = {k: v[:2] for k, v in probe.batch.items()}
 
-    def spectrum(cfg, params, batch, key, preconditioner):
-        cfg = anatomy.differentiable(cfg)
-        loss = lambda p: anatomy.mean_over(batch, anatomy.loss(cfg, p, batch))  # noqa: E731
-        return curvature.hessian_spectrum(loss, params, key, preconditioner=preconditioner)
+    def spectrum(params, preconditioner):
+        cfg = anatomy.differentiable(probe.cfg.model)
+        loss = lambda p: anatomy.mean_over(few, anatomy.loss(cfg, p, few))  # noqa: E731
+        return curvature.hessian_spectrum(loss, params, probe.key, preconditioner=preconditioner)
 
-    found: Measured = {'hessian': compiled(spectrum, probe, few, probe.key, None)}
+    run = jax.jit(spectrum)  # compiled once for both
+    found: Measured = {'hessian': np.asarray(run(probe.params, jax.tree.map(jnp.ones_like, probe.params)))}
     if probe.preconditioner is not None:
-        found['preconditioned'] = compiled(spectrum, probe, few, probe.key, probe.preconditioner)
+        found['preconditioned'] = np.asarray(run(probe.params, probe.preconditioner))
         found['limit'] = curvature.stability_limit(probe.cfg.optim.lr_peak, probe.cfg.optim.beta1)
     return found | {'sharpness': found['hessian'][0]}
 
