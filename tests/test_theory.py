@@ -16,7 +16,7 @@ from spannorm_jax import LM, ModelConfig, cli
 from spannorm_jax.errors import UserError
 from spannorm_jax.model import unstack
 from spannorm_jax.theory import ACTIVATION_AXIS, CLAIMS, DEPTHS, SEEDS, anatomy, theory
-from spannorm_jax.theory.cells import Cell, draw_tokens, measure, sums_and_gradients
+from spannorm_jax.theory.cells import Cell, draw_tokens, measure, sums_and_gradients, weights
 from spannorm_jax.theory.claims import jacobian, t5, t6, t8
 from spannorm_jax.theory.t1 import laws, power_ratio, t1
 from spannorm_jax.theory.t11 import norms_of_blocks, t11
@@ -350,6 +350,13 @@ def test_the_cell_is_the_model_that_the_table_asks_for():
     tokens = draw_tokens(3)
     assert tokens.shape == (4, 64) and 0 <= tokens.min() < 10 < 245 < tokens.max() < 256
     assert not np.array_equal(tokens, draw_tokens(4))
+
+
+def test_shared_draws_are_those_of_each_model():
+    for cell in (Cell('pre', 'sqrt_2L', 2), Cell('post', 'none', 2, 'gelu'), Cell('span', 'sqrt_2L', 2, 'relu', 'raw', 0.02)):
+        got, want = weights(cell, 1), LM(cell.config()).init(jax.random.key(1))
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
 
 
 def test_cells_that_differ_in_their_weights_share_a_program():
