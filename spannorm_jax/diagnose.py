@@ -59,10 +59,11 @@ def diagnose(
         for name, entry in chosen.items():
             tell(f'{label}: {entry.title.lower()}')
             measured[name].append(entry.measure(probe))
-        info |= {'loss on the probe': probe.loss, 'sections': {n: bool(m[-1]) for n, m in measured.items()}}
+        info |= {'loss on the probe': probe.loss}
         runs.append({'name': target, 'label': label, 'place': place} | info)
     shown = {name: (chosen[name], groups_of(runs, found)) for name, found in measured.items()}
-    listed = [{k: v for k, v in run.items() if k not in ('config', 'sections')} for run in runs]
+    told = ('label', 'loss on the probe', 'topology', 'layers', 'width', 'seed', 'step', 'tokens', 'text', 'place')
+    listed = [{k: run[k] for k in told} | {'name': Path(run['name']).name} for run in runs]
     with disk_errors('write', out):
         for name, (entry, groups) in shown.items():
             fig = gallery.figure(entry.panels, groups, entry.title)

@@ -15,7 +15,7 @@ from test_topology import random_params, tiny
 from spannorm_jax import cli, gallery, page
 from spannorm_jax.config import Config, edit, to_dict
 from spannorm_jax.data import open_data
-from spannorm_jax.diagnose import grouped
+from spannorm_jax.diagnose import as_json, as_numbers, grouped
 from spannorm_jax.diagnostics import DIAGNOSTICS, Panel, Probe
 from spannorm_jax.gallery import DARK, LIGHT, Group
 from spannorm_jax.load import load_config
@@ -88,6 +88,26 @@ def test_every_diagnostic_measures_and_is_drawn(name, fields, monkeypatch):
         assert len(set(re.findall(r'base64,([^"]+)', part))) >= 2, 'light and dark'
     assert np.isclose(probe.loss, shown['position'][1][0].runs[0]['mean'])
     assert np.isclose(shown['lens'][1][0].runs[0]['loss'][-1], probe.loss, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_one_block_lost_weights_and_other_depths_share_a_page(monkeypatch):
+    """What has one block, or weights that are not finite, is measured all the same; what has no number there is drawn nowhere."""
+    monkeypatch.setattr(gallery, 'png', lambda fig: b'a picture')
+    probes = {}
+    for name, layers, broken in (('one', 1, 1.0), ('lost', 2, np.nan), ('two', 2, 1.0)):
+        cfg = edit(Config(), {'model': tiny('span', layers=layers), 'run.steps': 4})
+        probes[name] = Probe(cfg, jax.tree.map(lambda w, broken=broken: w * broken, random_params(cfg.model)), batch_of())
+    shown = {}
+    for key, entry in DIAGNOSTICS.items():
+        found = {name: entry.measure(probe) for name, probe in probes.items()}
+        json.dumps(as_json(found), allow_nan=False)
+        shown[key] = (entry, [Group(name, (as_numbers(values),)) for name, values in found.items()])
+    text = page.page('depths', [{'label': name} for name in probes], shown)
+    assert 'id="removal"' in text and text.count('<section') >= 17
+    (drawn,) = (g for _, g in [shown['removal']])
+    assert [g.label for g in gallery.drawable(Panel(('skipped',), ''), drawn)] == ['one', 'two']
+    assert [g.label for g in gallery.drawable(Panel(('group/skipped',), ''), drawn)] == ['two']
 
 
 class Checker(html.parser.HTMLParser):
@@ -193,12 +213,16 @@ def test_what_diagnose_refuses(tmp_path, text, monkeypatch, capsys):
     begun.mkdir()
     (begun / 'config.json').write_text(json.dumps(to_dict(config(tmp_path, text))))
     (begun / 'metrics.jsonl').write_text('')
+    (tmp_path / 'llama').mkdir()
+    (tmp_path / 'llama/config.json').write_text(json.dumps({'model_type': 'llama', 'hidden_size': 8}))
     for line, code, message in (
         ('diagnose', 2, 'at least one RUN_OR_CONFIG'),
         ('diagnose nano --only simlarity', 2, "unknown diagnostic 'simlarity'; did you mean 'similarity'?"),
         ('diagnose nano --rows 0', 2, '--rows 0 must be at least 1'),
         ('diagnose runs/nix', 66, "'runs/nix' does not exist"),
         ('diagnose begun', 66, 'has no checkpoint yet'),
+        ('diagnose nano --model.layrs 3', 2, "did you mean '--model.layers'?"),
+        ('diagnose llama', 2, 'spannorm import llama'),
     ):
         assert cli.main(line.split()) == code
         assert message in capsys.readouterr().err, line
