@@ -15,7 +15,7 @@ from scipy.special import erf, expit
 from spannorm_jax import LM, ModelConfig, cli
 from spannorm_jax.errors import UserError
 from spannorm_jax.model import unstack
-from spannorm_jax.theory import ACTIVATION_AXIS, CLAIMS, DEPTHS, SEEDS, anatomy, theory
+from spannorm_jax.theory import ACTIVATION_AXIS, CLAIMS, DEPTHS, SEEDS, anatomy, show, theory
 from spannorm_jax.theory.cells import Cell, draw_tokens, measure, sums_and_gradients, weights
 from spannorm_jax.theory.claims import jacobian, t5, t6, t8
 from spannorm_jax.theory.t1 import laws, power_ratio, t1
@@ -396,3 +396,19 @@ def test_theory_refuses(options, says):
     assert set(CLAIMS) == {'T1', 'T5', 'T6', 'T8', 'T11'}
     typed = cli.Theory()
     assert (typed.depths, typed.seeds, typed.activations) == (DEPTHS, SEEDS, ACTIVATION_AXIS)
+
+
+def test_a_table_to_compare_for_each_ffn_kind():
+    row = lambda kind, L, mean: {
+        'topology': 'pre',
+        'scale_init': 'none',
+        'layers': L,
+        'activation': kind,
+        'ln_g1_over_gL': Estimate(mean, 1),
+    }  # noqa: E731
+    tables = list(show.comparison({'T1': {'cells': [row('swiglu', 8, 1.234567), row('relu', 8, -2.0), row('swiglu', 32, 3.0)]}}))
+    assert [(title.split()[-1], heads[2:], rows) for title, heads, rows in tables] == [
+        ('swiglu', ['L = 8', 'L = 32'], [['pre', 'none', '1.23457', '3.00000']]),
+        ('relu', ['L = 8'], [['pre', 'none', '-2.00000']]),
+    ]
+    assert list(show.comparison({'T6': {}})) == []
