@@ -381,6 +381,12 @@ class LM:
 
 def infos(cfg: ModelConfig) -> dict[str, Any]:
     """The parameter tree with a `Param` (shape, role, logical axes, fan-in, initial distribution) in place of each array."""
+    return jax.tree.map(lambda p: p, _infos(cfg, topology.TOPOLOGIES[cfg.topology]), is_leaf=is_param)  # the caller's own dictionaries
+
+
+@functools.lru_cache(maxsize=64)  # asked for at every turn, and a trace of the whole model each time
+def _infos(cfg: ModelConfig, entry: topology.Topology) -> dict[str, Any]:
+    del entry  # a name may stand for another topology by now
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     cfg = dataclasses.replace(cfg, attn_kernel='xla')  # it has no parameters, and others refuse a row of one token
     return jax.eval_shape(Transformer(cfg).init, jax.random.key(0), tokens)['params']
