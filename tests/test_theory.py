@@ -399,13 +399,9 @@ def test_theory_refuses(options, says):
 
 
 def test_a_table_to_compare_for_each_ffn_kind():
-    row = lambda kind, L, mean: {
-        'topology': 'pre',
-        'scale_init': 'none',
-        'layers': L,
-        'activation': kind,
-        'ln_g1_over_gL': Estimate(mean, 1),
-    }  # noqa: E731
+    def row(kind, L, mean):
+        return {'topology': 'pre', 'scale_init': 'none', 'layers': L, 'activation': kind, 'ln_g1_over_gL': Estimate(mean, 1)}
+
     tables = list(show.comparison({'T1': {'cells': [row('swiglu', 8, 1.234567), row('relu', 8, -2.0), row('swiglu', 32, 3.0)]}}))
     assert [(title.split()[-1], heads[2:], rows) for title, heads, rows in tables] == [
         ('swiglu', ['L = 8', 'L = 32'], [['pre', 'none', '1.23457', '3.00000']]),
