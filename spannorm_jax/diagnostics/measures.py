@@ -63,12 +63,10 @@ def updates(probe: Probe) -> Measured:
     found |= {f'grad_over_eps/{role}': probe.step[f'layer/grad_rms/{role}'] / probe.cfg.optim.eps for role in roles}
     if not probe.successive:
         return found
-    first, second, third = probe.successive
-    said = by_role_of(probe, first, second, third)
-    return found | {f'{what}/{role}': of_roles[role] for what, of_roles in said.items() for role in roles}
+    return found | {f'{k}/{role}': by_role[role] for k, by_role in of_successive(probe, *probe.successive).items() for role in roles}
 
 
-def by_role_of(probe: Probe, *states: TrainState) -> dict[str, dict[str, np.ndarray]]:
+def of_successive(probe: Probe, *states: TrainState) -> dict[str, dict[str, np.ndarray]]:
     """`cosine` of the updates between three states and `surprise` of the gradient in the first of them: {name: {role: (L,)}}."""
     cfg, tree = probe.cfg, probe.infos
     sums = functools.partial(role_sums, cfg.model, tree)
