@@ -54,6 +54,13 @@ def drawable(panel: Panel, groups: Sequence[Group]) -> list[Group]:
     return [g for g in groups if have(g)]
 
 
+class Ticks(LogFormatter):
+    """Labels where LogFormatter has some, with as many digits as tell them apart on a short axis."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f'{x:.3g}' if super().__call__(x, pos) else ''
+
+
 def values(run: dict[str, Any], key: str) -> np.ndarray:
     return np.asarray(run.get(key, np.zeros(0)), np.float64)
 
@@ -104,7 +111,7 @@ def draw(ax: Axes, panel: Panel, groups: Sequence[Group], places: Sequence[int],
     if panel.log:
         ax.set_yscale('log')
         for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
-            axis(LogFormatter(minor_thresholds=(1, 0.4)))
+            axis(Ticks(minor_thresholds=(1, 0.4)))
     ax.set_xlabel(panel.over, fontsize=7.5, color=theme.ink)
     ax.grid(axis='y', color=theme.faint, lw=0.6)
     ax.spines[['top', 'right']].set_visible(False)

@@ -152,6 +152,10 @@ def test_seeds_are_a_band_and_groups_have_colours():
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ['three seeds', 'one']
     dark = gallery.figure([panel], [Group('one', ({'loss': np.ones(3)},))], theme=DARK)
     assert dark.axes[0].lines[0].get_color() == DARK.runs[0] and gallery.figure([panel], [Group('none', ({},))]) is None
+    narrow = gallery.figure([Panel(('loss',), 'x', log=True)], [Group('a', ({'loss': np.linspace(0.0201, 0.0219, 9)},))])
+    gallery.png(narrow)
+    labels = [t.get_text() for which in ('major', 'minor') for t in narrow.axes[0].get_yticklabels(which=which) if t.get_text()]
+    assert len(labels) > 2 and len(set(labels)) == len(labels)
     heat = gallery.figure([Panel(('m',), 'm', heat=True)], [Group(n, ({'m': np.eye(3) * k},)) for n, k in (('a', 1), ('b', 2))])
     assert sum(bool(ax.images) for ax in heat.axes) == 2
 
