@@ -101,7 +101,7 @@ DIAGNOSTICS: dict[str, Diagnostic] = {
         'ten, from the rows that run.stats_every wrote.',
         'Bands that settle within the warm-up and stay. A block that goes dark for good has stopped learning.',
         'Anything between the rows, or of runs without them. Colours are scaled to each picture: read the bar before comparing two.',
-        (Panel(('grad_rms/write',), 'log10 gradient rms, writing matrices', 'step', heat=True),
+        (Panel(('grad_rms/write',), 'log10 gradient rms (writing)', 'step', heat=True),
          Panel(('sigma_ffn',), 'log10 std at FFN', 'step', heat=True), Panel(('rms',), 'log10 stream rms', 'step', heat=True),
          Panel(('update_ratio/write',), 'log10 |update| / |weights|', 'step', heat=True))),
     'experts': Diagnostic(
@@ -119,7 +119,7 @@ DIAGNOSTICS: dict[str, Diagnostic] = {
         'square one, and the mean squared distance from doing nothing. On the first 32 positions of one row. The hard and soft rank are '
         'those of the last token\'s Jacobian, as a share of the width.',
         'Root mean square stretch near 1 in every block. From end to end, a spectrum that reaches neither far above nor far below 1 lets '
-        'gradients through; a distance below 1 says that an identity path survives.',
+        'gradients through; a distance below 1 says that an identity path survives. Where a norm ends the model one singular value is 0.',
         'What large changes do: this is the derivative at one point. Two close largest values make the power iteration a slight '
         'underestimate.',
         (Panel(('spectral',), 'block: largest stretch', log=True), Panel(('frobenius',), 'block: rms stretch', log=True),
