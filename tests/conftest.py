@@ -1,5 +1,6 @@
 """Eight CPU devices, a compilation cache shared by runs and workers."""
 
+import gc
 import os
 import pathlib
 import tempfile
@@ -8,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-# Four times less work for the compiler, which is most of what the suite does; later versions of XLA do not know the flag.
-if jax.__version_info__ < (0, 11):
-    os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_cpu_use_fusion_emitters=false'
+# Most of what the suite does is tracing and compiling. Programs this small are compiled in one part, and with four times less work where
+# the older way to fuse exists; traces make many objects that live long, which Python would search for garbage again and again.
+flags = ['--xla_cpu_parallel_codegen_split_count=1', *(['--xla_cpu_use_fusion_emitters=false'] if jax.__version_info__ < (0, 11) else [])]
+os.environ['XLA_FLAGS'] = ' '.join([os.environ.get('XLA_FLAGS', ''), *flags])
+gc.set_threshold(200_000, 50, 1000)
 jax.config.update('jax_platforms', 'cpu')
 jax.config.update('jax_num_cpu_devices', 8)
 # The numbers are checked against tolerances that do not need the optimiser.

@@ -10,15 +10,17 @@ import pytest
 from test_topology import READINGS, random_params, tiny
 
 from spannorm_jax import LM
+from spannorm_jax.topology import TOPOLOGIES
 
 LATENT = dict(attention='mla', q_latent=7, kv_latent=6, nope_dim=4, rope_dim=2, v_dim=5)
 EXPERTS = dict(experts=4, experts_per_token=2, expert_ffn=8, shared_experts=1, first_dense=1)
 ATTENTION = {'gqa': dict(heads=4, kv_heads=2), 'mla': LATENT}
 # Of the largest logit. bfloat16 rounds at other places where products are grouped otherwise: mla attends among compressed vectors.
 TOLERANCE = {'float32': 2e-5, 'bfloat16': 4e-2}
-QUICK = {('gqa', 'float32'), ('mla', 'bfloat16')}  # of each topology; --full runs all four
+# By default each topology with one attention, and one of each kind of stream with the other; --full runs all four of each.
+QUICK = {(name, 'gqa', 'float32') for name in TOPOLOGIES} | {(name, 'mla', 'bfloat16') for name in ('pre', 'span', 'residual', 'hc')}
 CASES = [
-    pytest.param(name, fields, attention, dtype, marks=() if (attention, dtype) in QUICK else pytest.mark.full)
+    pytest.param(name, fields, attention, dtype, marks=() if (name, attention, dtype) in QUICK else pytest.mark.full)
     for name, fields in READINGS
     for attention in ATTENTION
     for dtype in TOLERANCE

@@ -111,12 +111,18 @@ def same(topology, rows, gradient, params, changes=()):
 
 
 ALL = [(t, m) for t in TOPOLOGIES for m in MESHES]
-DEFAULT = {(t, '2x2x2 fsdp expert tensor') for t in TOPOLOGIES} | {(t, m) for t in ('pre', 'span') for m in list(MESHES)[:4]}
+DEFAULT = {(t, m) for t in ('pre', 'span') for m in list(MESHES)[:4]}
 
 
 @pytest.mark.parametrize('topology, mesh', [c if c in DEFAULT else pytest.param(*c, marks=pytest.mark.full) for c in ALL])
 def test_a_mesh_changes_no_number(topology, mesh):
     agree(topology, MESHES[mesh])
+
+
+@pytest.mark.parametrize('topology', [t for t in TOPOLOGIES if t not in ('pre', 'span')])
+def test_nor_with_experts_in_every_block(topology):
+    """The other topologies: one scan, half the time to compile."""
+    agree(topology, MESHES['2x2x2 fsdp expert tensor'], (('model.first_dense', 0),))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_nor_with_grouped_queries_and_packed_rows(mesh):
     agree('span', MESHES[mesh], tuple(DENSE.items()))
 
 
-@pytest.mark.parametrize('topologies', [('pre', 'span'), pytest.param(tuple(TOPOLOGIES), marks=pytest.mark.full)], ids=['some', 'all'])
+@pytest.mark.parametrize('topologies', [('span',), pytest.param(tuple(TOPOLOGIES), marks=pytest.mark.full)], ids=['some', 'all'])
 def test_nor_do_two_processes(topologies, tmp_path):
     """Two of four devices each, which talk over gloo."""
     with socket.create_server(('localhost', 0)) as free:
@@ -268,7 +274,7 @@ def test_what_does_not_divide_is_refused():
         check_batch(edit(CFG, {'data.seq': 13}), make_mesh(MESHES['4x2 data sequence']))
 
 
-@pytest.mark.parametrize('topology', [n if n in ('span', 'siamese') else pytest.param(n, marks=pytest.mark.full) for n in TOPOLOGIES])
+@pytest.mark.parametrize('topology', [n if n == 'span' else pytest.param(n, marks=pytest.mark.full) for n in TOPOLOGIES])
 def test_a_mesh_changes_no_statistic(topology):
     """layer/* and moe/* of one step, with experts and latent attention, rows split over their positions too."""
     found = []
