@@ -304,7 +304,7 @@ class Diagnose:
     targets: Annotated[tuple[str, ...], Positional, tyro.conf.arg(metavar='RUN_OR_CONFIG')]
     """Folders of runs, names of files in configs/, paths of .py files with get()."""
     settings: Settings = field(default_factory=Config)
-    configs: tyro.conf.Suppress[tuple[Config, ...]] = ()
+    read: tyro.conf.Suppress[Any] = None  # str -> Config: a target with the settings that were typed
     dir: str = 'diagnostics'
     """Folder for diagnostics.json, one PNG per diagnostic, and index.html."""
     only: tuple[str, ...] = ()
@@ -443,8 +443,8 @@ def parse(name: str, argv: list[str]) -> Any:
     check_options(name, argv, known)
     args = typed(name, argv, default)
     if command.takes_configs and args is not None:
-        each = [typed(name, argv, command.options(args.targets, load_config(target))) for target in args.targets]
-        return dataclasses.replace(args, configs=tuple(one.settings for one in each))
+        read = lambda target: typed(name, argv, command.options(args.targets, load_config(target))).settings  # noqa: E731
+        return dataclasses.replace(args, read=read)
     return args
 
 
