@@ -1,9 +1,10 @@
-"""Writes docs/diagnostics.md's list and its figures: python docs/figure_diagnostics.py [RUN ...]
+"""Writes docs/diagnostics.md's list and its figures: python docs/figure_diagnostics.py [RUN ... | MEASURED.json ...]
 
-With runs: measures them first, as `spannorm diagnose` does, and keeps the numbers in results/diagnostics.json, from which the
-figures can be drawn again without the runs.
+With runs: measures them first, as `spannorm diagnose` does, or takes what it measured from its diagnostics.json, and keeps the numbers in
+results/diagnostics.json, from which the figures can be drawn again without the runs.
 """
 
+import io
 import json
 import math
 import re
@@ -11,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from spannorm_jax import gallery
 from spannorm_jax.diagnose import as_json, diagnose, groups_of
@@ -34,11 +37,19 @@ def with_list(text: str) -> str:
     return re.sub(r'(<!-- diagnostics:.*?-->\n).*?(<!-- end)', lambda m: f'{m[1]}\n{listed()}\n{m[2]}', text, flags=re.S)
 
 
-def collect(folders: list[str]) -> dict[str, Any]:
+def collect(given: list[str]) -> dict[str, Any]:
     """What the figures need: no configuration, four digits."""
+    files = [Path(name) for name in given if name.endswith('.json')]
+    folders = [name for name in given if not name.endswith('.json')]
     with tempfile.TemporaryDirectory() as folder:
-        found = diagnose(folders, Path(folder), tell=lambda text: print(text, file=sys.stderr))
-    runs = [{k: v for k, v in run.items() if k not in ('config', 'sections', 'name')} for run in found['runs']]
+        parts = [diagnose(folders, Path(folder), tell=lambda text: print(text, file=sys.stderr))] if folders else []
+    parts = [json.loads(path.read_text()) for path in files] + parts
+    found = {'runs': [run for part in parts for run in part['runs']], 'diagnostics': {}}
+    for name in DIAGNOSTICS:
+        found['diagnostics'][name] = [run for part in parts for run in part['diagnostics'].get(name, [{}] * len(part['runs']))]
+    for i, run in enumerate(found['runs']):  # each part counted its groups by itself
+        run['place'] = [other['label'] for other in found['runs'][: i + 1]].index(run['label'])
+    runs = [{k: v for k, v in run.items() if k not in ('config', 'name')} for run in found['runs']]
     drawn = {name: {key for panel in entry.panels for key in panel.keys} | {'steps'} for name, entry in DIAGNOSTICS.items()}
     # A run with experts is there for their figure alone.
     dense = [not run['config']['model']['experts'] for run in found['runs']]
@@ -73,5 +84,6 @@ if __name__ == '__main__':
     for name, entry in DIAGNOSTICS.items():
         found = [{k: numbers(v) for k, v in run.items()} for run in kept['diagnostics'][name]]
         if (fig := gallery.figure(entry.panels, groups_of(kept['runs'], found))) is not None:
-            (ROOT / 'docs' / 'diagnostics' / f'{name}.png').write_bytes(gallery.png(fig))
+            small = Image.open(io.BytesIO(gallery.png(fig))).quantize(64, dither=Image.Dither.NONE)
+            small.save(ROOT / 'docs' / 'diagnostics' / f'{name}.png', optimize=True)
     PAGE.write_text(with_list(PAGE.read_text()))

@@ -295,11 +295,15 @@ class Theory:
 class Diagnose:
     """Measure runs (newest checkpoint) and configurations (initial values): JSON, pictures and one HTML page. Seeds become a band.
 
+    Any field can be set by its dotted name, for all of them: --data.source measures on other text.
+
     Example: spannorm diagnose runs/nano-1a2b3c4d runs/nano-5e6f7a8b --dir compared
     """
 
     targets: Annotated[tuple[str, ...], Positional, tyro.conf.arg(metavar='RUN_OR_CONFIG')]
     """Folders of runs, names of files in configs/, paths of .py files with get()."""
+    settings: Settings = field(default_factory=Config)
+    read: tyro.conf.Suppress[Any] = None  # str -> Config: a target with the settings that were typed
     dir: str = 'diagnostics'
     """Folder for diagnostics.json, one PNG per diagnostic, and index.html."""
     only: tuple[str, ...] = ()
@@ -336,6 +340,7 @@ class Command(NamedTuple):
     options: type
     run: Callable[[Any], int]
     takes_config: bool = False
+    takes_configs: bool = False  # any number of them, as `targets`; all get the same settings
 
 
 COMMANDS = {
@@ -352,7 +357,7 @@ COMMANDS = {
     'theory': Command(Theory, commands.theory),
     'experiment': Command(Experiment, commands.experiment),
     'report': Command(Report, commands.report),
-    'diagnose': Command(Diagnose, commands.diagnose),
+    'diagnose': Command(Diagnose, commands.diagnose, takes_configs=True),
     'topologies': Command(Topologies, commands.topologies),
     'doctor': Command(Doctor, commands.doctor),
 }
@@ -439,11 +444,20 @@ def parse(name: str, argv: list[str]) -> Any:
             raise UserError(f"{name} needs a CONFIG: {', '.join(names())}, a .py file with get(), or a run's config.json")
         default = command.options('CONFIG' if given is None else given, Config() if given is None else load_config(given))
     check_options(name, argv, known)
+    args = typed(name, argv, default)
+    if command.takes_configs and args is not None:
+        read = lambda target: typed(name, argv, command.options(args.targets, load_config(target))).settings  # noqa: E731
+        return dataclasses.replace(args, read=read)
+    return args
+
+
+def typed(name: str, argv: list[str], default: Any = None) -> Any:
+    """tyro's reading of a command line, or None where it printed the help."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
             return tyro.cli(
-                command.options,
+                COMMANDS[name].options,
                 prog=f'spannorm {name}',
                 args=argv,
                 config=(tyro.conf.FlagCreatePairsOff,),

@@ -366,7 +366,8 @@ def diagnose(args: 'cli.Diagnose') -> int:
 
     if not args.targets:
         raise UserError('diagnose needs at least one RUN_OR_CONFIG')
-    found = diagnose(args.targets, Path(args.dir), args.only, args.rows, lambda text: print(text, file=sys.stderr))
+    configs = [args.read(target) for target in args.targets]
+    found = diagnose(args.targets, Path(args.dir), args.only, args.rows, lambda text: print(text, file=sys.stderr), configs)
     if args.json:
         print_json(as_json(found))
         return 0

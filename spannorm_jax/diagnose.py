@@ -27,12 +27,19 @@ LONGEST = 60  # letters of a label that lists what differs, where names would do
 Tell = Callable[[str], None]
 
 
-def diagnose(targets: Sequence[str], out: Path, only: Sequence[str] = (), rows: int = 8, tell: Tell = lambda text: None) -> dict[str, Any]:
+def diagnose(
+    targets: Sequence[str],
+    out: Path,
+    only: Sequence[str] = (),
+    rows: int = 8,
+    tell: Tell = lambda text: None,
+    configs: Sequence[Config] = (),
+) -> dict[str, Any]:
     """Measure every target, write `diagnostics.json`, a PNG per diagnostic and `index.html` into `out`, and return what the JSON holds:
     {'runs': [{name, label, step, ...}], 'diagnostics': {name: [one object of numbers and lists for each run]}}.
 
     targets: runs (their newest checkpoint) and configurations (their initial values); only: some of DIAGNOSTICS; rows: of the probe batch,
-    the first ones of the validation split.
+    the first ones of the validation split; configs: of the targets, where they are not what the files say.
 
     Raises: UserError (unknown diagnostic), MissingInput, BadData, StorageError.
     """
@@ -46,16 +53,17 @@ def diagnose(targets: Sequence[str], out: Path, only: Sequence[str] = (), rows: 
     with disk_errors('write', out):
         out.mkdir(parents=True, exist_ok=True)
     runs, measured = [], {name: [] for name in chosen}
-    configs = [load_config(target) for target in targets]
+    configs = configs or [load_config(target) for target in targets]
     for target, cfg, (place, label) in zip(targets, configs, grouped(configs), strict=True):
         probe, info = load(target, cfg, rows)
         for name, entry in chosen.items():
             tell(f'{label}: {entry.title.lower()}')
             measured[name].append(entry.measure(probe))
-        info |= {'loss on the probe': probe.loss, 'sections': {n: bool(m[-1]) for n, m in measured.items()}}
+        info |= {'loss on the probe': probe.loss}
         runs.append({'name': target, 'label': label, 'place': place} | info)
     shown = {name: (chosen[name], groups_of(runs, found)) for name, found in measured.items()}
-    listed = [{k: v for k, v in run.items() if k not in ('config', 'sections')} for run in runs]
+    told = ('label', 'loss on the probe', 'topology', 'layers', 'width', 'seed', 'step', 'tokens', 'text', 'place')
+    listed = [{k: run[k] for k in told} | {'name': Path(run['name']).name} for run in runs]
     with disk_errors('write', out):
         for name, (entry, groups) in shown.items():
             fig = gallery.figure(entry.panels, groups, entry.title)

@@ -63,6 +63,8 @@ def read_config(run: Path) -> Config:
     """The config.json of a run."""
     path = run / 'config.json'
     tree = read_json(path)
+    if isinstance(tree, dict) and 'model_type' in tree:
+        raise UserError(f'{path} is of a Hugging Face layout, not of a run; make a run of it first: spannorm import {run} runs/imported')
     try:
         return from_dict(Config, tree)
     except UserError as e:

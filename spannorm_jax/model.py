@@ -137,7 +137,7 @@ class Block(nn.Module):
         stream = rule(stream, attn, ffn, norm, c)
         router = {k: stats.pop(k) for k in ('router_logits', 'router_experts') if k in stats}
         if self.collect:
-            stats |= block_stats(into, out, sums, stream)
+            stats |= block_stats(into, out, sums, stream, self.collect == 'tensors')
         if self.collect == 'tensors':
             stats |= {'hidden': leaving(cfg, stream), 'after': {k: v for k, v in out.items() if k.startswith(('attn', 'ffn'))} | router}
         if self.deferred:
@@ -176,12 +176,12 @@ def block_rule(cfg: ModelConfig, layer: int) -> tuple[Callable, bool]:
     return [(rule, moe) for rule, moe, n in topology.runs(cfg) for _ in range(n)][layer]
 
 
-def block_stats(into: dict[str, Array], out: dict[str, Array], sums: dict[str, tuple], stream: Any) -> dict[str, Array]:
+def block_stats(into: dict[str, Array], out: dict[str, Array], sums: dict[str, tuple], stream: Any, tensors: bool) -> dict[str, Array]:
     """Scalars of one block: the sums that enter (or would enter) a norm, the branches, and how they correlate with their skip.
 
     sigma = mean over tokens of the std over channels of the sum; branch_var = variance of the branch as it is added; branch_skip_corr =
     correlation of branch and skip over all elements, branch_skip_ratio = rms of the branch over that of its skip; rms of the stream
-    that leaves. Several streams count as their mean.
+    that leaves. Several streams count as their mean. With `tensors` the std of each token's sum too, as deviation (B, T).
     `sums` holds what the topology added through `c.add`; where it wrote the sum itself, the branch is the sublayer's output.
     """
     into, out, sums, stream = jax.lax.stop_gradient((into, out, sums, stream))
@@ -190,12 +190,13 @@ def block_stats(into: dict[str, Array], out: dict[str, Array], sums: dict[str, t
     stats = {'rms': jnp.sqrt(jnp.square(x).mean())}
     for name, total in totals.items():
         skip, o = map(one_stream, sums.get(name, (total - out[name], out[name])))
-        total = skip + o
-        stats[f'sigma_{name}'] = total.std(-1).mean()
+        deviation_BT = (skip + o).std(-1)
+        stats[f'sigma_{name}'] = deviation_BT.mean()
         stats[f'branch_var/{name}'] = o.var()
         covariance = ((o - o.mean()) * (skip - skip.mean())).mean()
         stats[f'branch_skip_corr/{name}'] = covariance / jnp.maximum(o.std() * skip.std(), 1e-30)
         stats[f'branch_skip_ratio/{name}'] = jnp.sqrt(jnp.square(o).mean() / jnp.maximum(jnp.square(skip).mean(), 1e-30))
+        stats |= {f'deviation/{name}': deviation_BT} if tensors else {}
     return stats
 
 

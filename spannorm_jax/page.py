@@ -7,7 +7,7 @@ from typing import Any
 
 from spannorm_jax import gallery
 from spannorm_jax.diagnostics import Diagnostic
-from spannorm_jax.gallery import DARK, LIGHT, Group
+from spannorm_jax.gallery import DARK, LIGHT, TILE, Group
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --back: #f3f5f7; --ink: #22272e; --soft: #5a6470; --line: #d7dce1; --link: #1f5fa8; }
@@ -21,14 +21,18 @@ p { margin: 6px 0; max-width: 80ch; } .soft { color: var(--soft); }
 nav { display: flex; flex-wrap: wrap; gap: 4px 14px; margin: 16px 0 24px; } a { color: var(--link); text-decoration: none; }
 a:hover { text-decoration: underline; }
 section { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px; margin: 0 0 20px; }
-.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); gap: 12px; margin: 12px 0; }
+.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); gap: 18px 14px; align-items: end; }
+.panels { margin: 12px 0; }
+figure { margin: 0; } figcaption { font-size: .9rem; font-weight: 600; margin: 0 0 4px 4px; overflow-wrap: anywhere; }
 .panels img { width: 100%; max-width: 620px; height: auto; display: block; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 16px; margin: 8px 0 0; }
 dt { color: var(--soft); } dd { margin: 0; max-width: 80ch; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; margin-top: 12px; }
 td, th { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; }
+.keys { display: flex; flex-wrap: wrap; gap: 2px 18px; font-size: .9rem; max-width: none; }
 @media (max-width: 640px) {
+  h1 { font-size: 1.25rem; }
   main { padding: 14px 10px 40px; } section { padding: 14px 12px; }
   dl { grid-template-columns: 1fr; gap: 0; } dt { margin-top: 6px; } }
 """
@@ -85,6 +89,7 @@ def section(name: str, entry: Diagnostic, groups: Sequence[Group]) -> str:
     listed = ''.join(f'<dt>{what}</dt><dd>{html.escape(text)}</dd>' for what, text in words)
     return f"""<section id="{html.escape(name)}">
 <h2>{html.escape(entry.title)}</h2>
+{keys(groups)}
 <div class="panels">{pictures}</div>
 <dl>{listed}</dl>
 {numbers(groups)}
@@ -92,19 +97,26 @@ def section(name: str, entry: Diagnostic, groups: Sequence[Group]) -> str:
 """
 
 
+def keys(groups: Sequence[Group]) -> str:
+    """Which colour is whose; '' for one group."""
+    each = (f'<span><span class="key k{i % len(LIGHT.runs)}"></span>{html.escape(g.label)}</span>' for i, g in enumerate(groups))
+    return f'<p class="keys">{"".join(each)}</p>' if len(groups) > 1 else ''
+
+
 def pairs(entry: Diagnostic, groups: Sequence[Group]) -> Sequence[str]:
     """A light and a dark picture of each panel (of each group, where it is a heat map)."""
     found = []
     for panel in entry.panels:
         for each in [[g] for g in gallery.drawable(panel, groups)[: gallery.MOST_HEATS]] if panel.heat else [list(groups)]:
-            images = [gallery.figure([panel], each, theme=theme) for theme in (LIGHT, DARK)]
+            images = [gallery.figure([panel], each, theme=theme, size=TILE) for theme in (LIGHT, DARK)]
             if images[0] is None:
                 continue
             light, dark = (base64.b64encode(gallery.png(fig)).decode() for fig in images if fig is not None)
             alt = html.escape(f'{panel.title}, over {panel.over}')
             found.append(
+                f'<figure><figcaption>{html.escape(gallery.caption(panel, each))}</figcaption>'
                 f'<picture><source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
-                f'<img alt="{alt}" src="data:image/png;base64,{light}"></picture>'
+                f'<img alt="{alt}" src="data:image/png;base64,{light}"></picture></figure>'
             )
     return found
 

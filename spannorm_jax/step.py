@@ -1,5 +1,6 @@
 """One optimizer step as a pure function of (state, batch), and exact evaluation. Axes: A micro-batches, B rows, T positions, L layers."""
 
+import functools
 import math
 import re
 import zlib
@@ -197,26 +198,33 @@ def first_nonfinite(model: ModelConfig, names: list[str], tree: Any) -> str | No
     return next((names[i] for i in backward_order(names) if bad[i]), None)
 
 
+def role_sums(model: ModelConfig, infos: Any, tree: Any) -> dict[str, jax.Array]:
+    """Sum over all elements of each role's parameters, by block: {role: (L,)}; a block without the role has 0."""
+    total: dict[str, jax.Array] = {}
+    for (_, layers, info), (_, _, leaf) in zip(each_param(model, infos), each_param(model, tree), strict=True):
+        if layers is not None:
+            before = total.get(info.role, jnp.zeros(model.layers))
+            total[info.role] = before.at[layers.start : layers.stop].add(leaf.reshape(len(layers), -1).sum(1))
+    return total
+
+
+def role_counts(model: ModelConfig, infos: Any) -> dict[str, jax.Array]:
+    """How many parameters of each role every block has: {role: (L,)}."""
+    size = lambda p: np.full(p.value.shape[:1], math.prod(p.value.shape[1:]), np.float32)  # noqa: E731
+    return role_sums(model, infos, jax.tree.map(size, infos, is_leaf=is_param))
+
+
 def layer_ratios(model: ModelConfig, infos: Any, grads: Any, updates: Any, params: Any) -> Metrics:
     """layer/grad_rms/{role}: rms of the gradient; layer/update_ratio/{role}: |update| / |weights|; layer/update_visible/{role}: share of
     the weights that the update would change if they were bfloat16 (|u| > 2^-8 |w|). NaN where a layer has no such role."""
-    total: dict[str, dict[str, Any]] = {what: {} for what in ('count', 'grad', 'update', 'weight', 'visible')}
-    rows = zip(*(each_param(model, tree) for tree in (infos, grads, updates, params)), strict=True)
-    for (_, layers, info), (_, _, g), (_, _, u), (_, _, w) in rows:
-        if layers is None:
-            continue
-        sums: dict[str, Any] = {what: _squares(leaf, layers) for what, leaf in (('grad', g), ('update', u), ('weight', w))}
-        sums['visible'] = _squares((jnp.abs(u) > jnp.abs(w) / 256).astype(jnp.float32), layers)
-        sums['count'] = np.full(len(layers), math.prod(info.value.shape[1:]), np.float32)
-        for what, value in sums.items():
-            before = total[what].get(info.role, jnp.zeros(model.layers))
-            total[what][info.role] = before.at[layers.start : layers.stop].add(value)
+    sums, count = functools.partial(role_sums, model, infos), role_counts(model, infos)
+    grad, update, weight = (sums(jax.tree.map(jnp.square, tree)) for tree in (grads, updates, params))
+    visible = sums(jax.tree.map(lambda u, w: (jnp.abs(u) > jnp.abs(w) / 256).astype(jnp.float32), updates, params))
     rows = {}
-    for role, n in total['count'].items():
-        grad, update, weight, visible = (total[what][role] for what in ('grad', 'update', 'weight', 'visible'))
-        rows[f'layer/grad_rms/{role}'] = jnp.sqrt(grad / n)
-        rows[f'layer/update_ratio/{role}'] = jnp.sqrt(update / weight)
-        rows[f'layer/update_visible/{role}'] = visible / n
+    for role, n in count.items():
+        rows[f'layer/grad_rms/{role}'] = jnp.sqrt(grad[role] / n)
+        rows[f'layer/update_ratio/{role}'] = jnp.sqrt(update[role] / weight[role])
+        rows[f'layer/update_visible/{role}'] = visible[role] / n
     return rows
 
 

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,13 @@ from test_topology import random_params, tiny
 from spannorm_jax import cli, gallery, page
 from spannorm_jax.config import Config, edit, to_dict
 from spannorm_jax.data import open_data
-from spannorm_jax.diagnose import grouped
+from spannorm_jax.diagnose import as_json, as_numbers, grouped
 from spannorm_jax.diagnostics import DIAGNOSTICS, Panel, Probe
 from spannorm_jax.gallery import DARK, LIGHT, Group
+from spannorm_jax.load import load_config
 from spannorm_jax.model import LM, infos
 from spannorm_jax.optim import make_optimizer
 from spannorm_jax.step import init_state
-from spannorm_jax.train import fit
 
 
 @pytest.fixture
@@ -33,7 +34,16 @@ def text(tmp_path):
 
 
 def config(tmp_path, text, **changes):
-    small = {'model.layers': 3, 'model.width': 16, 'model.heads': 2, 'data.seq': 16, 'data.batch': 2, 'mesh.devices': 1, 'run.steps': 2}
+    small = {
+        'model.topology': 'pre',
+        'model.layers': 3,
+        'model.width': 16,
+        'model.heads': 2,
+        'data.seq': 16,
+        'data.batch': 2,
+        'mesh.devices': 1,
+        'run.steps': 2,
+    }
     return edit(Config(), small | {'data.source': str(text), 'data.cache': str(tmp_path / 'cache'), 'run.root': str(tmp_path)} | changes)
 
 
@@ -46,9 +56,13 @@ MODELS = {
 
 
 @pytest.mark.parametrize('name, fields', [c if c[0] == 'pre' else pytest.param(*c, marks=pytest.mark.full) for c in MODELS.items()])
-def test_every_diagnostic_measures_and_is_drawn(name, fields):
-    """All keys that are drawn are there and finite where they must be; each has its picture in both themes, and its words on the page."""
-    cfg = edit(Config(), {'model': tiny(name, **fields), 'run.steps': 4})
+def test_every_diagnostic_measures_and_is_drawn(name, fields, monkeypatch):
+    """All keys that are drawn are there and finite where they must be; each has its picture in both themes, and its words on the page.
+
+    Pictures are drawn but not rendered, which alone takes a minute; the command line below renders some.
+    """
+    monkeypatch.setattr(gallery, 'png', lambda fig: f'{len(fig.axes)} {fig.get_facecolor()}'.encode())
+    cfg = edit(Config(), {'model': tiny(name, remat='none', **fields), 'run.steps': 4})  # half the work for the compiler
     params = random_params(cfg.model)
     state = init_state(cfg, LM(cfg.model), make_optimizer(cfg, infos(cfg.model)))
     opt_state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x + 1e-4, state.opt_state)  # as after a step
@@ -61,7 +75,7 @@ def test_every_diagnostic_measures_and_is_drawn(name, fields):
             assert found == {}
             continue
         drawn = {k for panel in entry.panels for k in panel.keys}
-        absent = {'head'} if cfg.model.tie_embeddings else set()
+        absent = ({'head'} if cfg.model.tie_embeddings else set()) | ({'law'} if name != 'span' else set())
         assert drawn - set(found) <= absent, key
         assert all(np.isfinite(np.asarray(found[k], float)).any() for k in drawn - absent), key
         shown[key] = (entry, [Group('one', (found,))])
@@ -69,9 +83,31 @@ def test_every_diagnostic_measures_and_is_drawn(name, fields):
     for key, (entry, _) in shown.items():
         part = re.search(rf'<section id="{key}">.*?</section>', text, re.S)[0]
         assert all(words in html.unescape(part) for words in (entry.means, entry.normal, entry.cannot))
-        assert part.count('<picture>') == part.count('prefers-color-scheme: dark') >= 1
+        pictures = sum(bool(gallery.drawable(panel, shown[key][1])) for panel in entry.panels)
+        assert part.count('<picture>') == part.count('prefers-color-scheme: dark') == pictures >= 1
+        assert len(set(re.findall(r'base64,([^"]+)', part))) >= 2, 'light and dark'
     assert np.isclose(probe.loss, shown['position'][1][0].runs[0]['mean'])
     assert np.isclose(shown['lens'][1][0].runs[0]['loss'][-1], probe.loss, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_one_block_lost_weights_and_other_depths_share_a_page(monkeypatch):
+    """What has one block, or weights that are not finite, is measured all the same; what has no number there is drawn nowhere."""
+    monkeypatch.setattr(gallery, 'png', lambda fig: b'a picture')
+    probes = {}
+    for name, layers, broken in (('one', 1, 1.0), ('lost', 2, np.nan), ('two', 2, 1.0)):
+        cfg = edit(Config(), {'model': tiny('span', layers=layers), 'run.steps': 4})
+        probes[name] = Probe(cfg, jax.tree.map(lambda w, broken=broken: w * broken, random_params(cfg.model)), batch_of())
+    shown = {}
+    for key, entry in DIAGNOSTICS.items():
+        found = {name: entry.measure(probe) for name, probe in probes.items()}
+        json.dumps(as_json(found), allow_nan=False)
+        shown[key] = (entry, [Group(name, (as_numbers(values),)) for name, values in found.items()])
+    text = page.page('depths', [{'label': name} for name in probes], shown)
+    assert 'id="removal"' in text and text.count('<section') >= 17
+    (drawn,) = (g for _, g in [shown['removal']])
+    assert [g.label for g in gallery.drawable(Panel(('skipped',), ''), drawn)] == ['one', 'two']
+    assert [g.label for g in gallery.drawable(Panel(('group/skipped',), ''), drawn)] == ['two']
 
 
 class Checker(html.parser.HTMLParser):
@@ -116,6 +152,10 @@ def test_seeds_are_a_band_and_groups_have_colours():
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ['three seeds', 'one']
     dark = gallery.figure([panel], [Group('one', ({'loss': np.ones(3)},))], theme=DARK)
     assert dark.axes[0].lines[0].get_color() == DARK.runs[0] and gallery.figure([panel], [Group('none', ({},))]) is None
+    narrow = gallery.figure([Panel(('loss',), 'x', log=True)], [Group('a', ({'loss': np.linspace(0.0201, 0.0219, 9)},))])
+    gallery.png(narrow)
+    labels = [t.get_text() for which in ('major', 'minor') for t in narrow.axes[0].get_yticklabels(which=which) if t.get_text()]
+    assert len(labels) > 2 and len(set(labels)) == len(labels)
     heat = gallery.figure([Panel(('m',), 'm', heat=True)], [Group(n, ({'m': np.eye(3) * k},)) for n, k in (('a', 1), ('b', 2))])
     assert sum(bool(ax.images) for ax in heat.axes) == 2
 
@@ -127,35 +167,44 @@ def test_labels_of_groups(tmp_path, text):
     assert grouped(several[:2]) == [(0, 'run'), (0, 'run')]
 
 
-def test_runs_and_configs_from_the_command_line(tmp_path, text, monkeypatch, capsys):
+def copied(run, to, rows, **changes):
+    """A run of its own with the checkpoints of another: other settings, and these rows of layer/*."""
+    shutil.copytree(run, to)
+    (to / 'config.json').write_text(json.dumps(to_dict(edit(load_config(run), {'run.dir': None} | changes))))
+    names = ('grad_rms/write', 'sigma_ffn', 'rms', 'update_ratio/write')
+    lines = [{'step': s, 'train/loss': 1.0} | {f'layer/{n}': [1.0, 10.0**s] for n in names} for s in rows]
+    (to / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return to
+
+
+def test_runs_and_configs_from_the_command_line(tmp_path, trained, monkeypatch, capsys):
     """Two seeds of a run and a configuration: files, JSON, the same numbers as the library gives."""
     monkeypatch.chdir(tmp_path)
-    runs = []
-    for seed in (0, 1):
-        cfg = config(tmp_path, text, **{'run.seed': seed, 'run.stats_every': 1, 'run.eval_every': 0, 'model.topology': 'pre'})
-        runs.append(fit(cfg).dir)
+    copied(trained, tmp_path / 'a', [1, 2])
+    copied(trained, tmp_path / 'b', [2], **{'run.seed': 1})
+    cfg = edit(load_config(trained), {'run.dir': None, 'optim.lr_peak': 0.5, 'run.seed': 7})
     (tmp_path / 'mine.py').write_text(
         'import json\nfrom spannorm_jax.config import Config, from_dict\n'
-        f'def get():\n    return from_dict(Config, json.loads({json.dumps(json.dumps(to_dict(config(tmp_path, text))))}))\n'
+        f'def get():\n    return from_dict(Config, json.loads({json.dumps(json.dumps(to_dict(cfg)))}))\n'
     )
-    command = ['diagnose', *runs, 'mine.py', '--only', 'history', 'similarity', 'position', '--dir', 'out', '--rows', '3', '--json']
+    command = ['diagnose', 'a', 'b', 'mine.py', '--only', 'history', 'similarity', 'position', '--dir', 'out', '--rows', '3', '--json']
     assert cli.main(command) == 0
     found = json.loads(capsys.readouterr().out)
     assert json.loads((tmp_path / 'out/diagnostics.json').read_text()) == found
     assert {p.name for p in (tmp_path / 'out').iterdir()} == {
         'diagnostics.json', 'index.html', 'history.png', 'similarity.png', 'position.png'
     }  # fmt: skip
-    assert [(r['step'], r['seed'], r['label']) for r in found['runs']] == [
-        (2, 0, 'topology pre'),
-        (2, 1, 'topology pre'),
-        (0, 0, 'topology span'),
-    ]
+    assert [(r['step'], r['seed'], r['topology'], r['layers']) for r in found['runs']] == [
+        (3, 0, 'span', 2), (3, 1, 'span', 2), (0, 7, 'span', 2)
+    ]  # fmt: skip
+    first, second, third = (r['label'] for r in found['runs'])
+    assert first == second != third
     history = found['diagnostics']['history']
-    assert history[0]['steps'] == [1, 2] and np.shape(history[0]['rms']) == (3, 2) and history[2] == {}
+    assert history[0]['steps'] == [1, 2] and history[1]['steps'] == [2] and history[2] == {}
+    np.testing.assert_allclose(history[0]['rms'], [[0, 0], [1, 2]])
     np.testing.assert_allclose(np.diag(found['diagnostics']['similarity'][1]['cosine']), 1, rtol=1e-5)
 
-    cfg = config(tmp_path, text)
-    params = LM(cfg.model).init(jax.random.key(0))
+    params = LM(cfg.model).init(jax.random.key(7))
     batch = next(iter(open_data(cfg.data).eval_batches('validation', 3, 16, 48).batches()))
     logp = jax.nn.log_softmax(jax.jit(LM(cfg.model).apply)(params, batch['tokens'], batch['segments'], batch['positions']))
     nats = -np.take_along_axis(np.asarray(logp), batch['targets'][..., None], -1)[..., 0]
@@ -168,12 +217,16 @@ def test_what_diagnose_refuses(tmp_path, text, monkeypatch, capsys):
     begun.mkdir()
     (begun / 'config.json').write_text(json.dumps(to_dict(config(tmp_path, text))))
     (begun / 'metrics.jsonl').write_text('')
+    (tmp_path / 'llama').mkdir()
+    (tmp_path / 'llama/config.json').write_text(json.dumps({'model_type': 'llama', 'hidden_size': 8}))
     for line, code, message in (
         ('diagnose', 2, 'at least one RUN_OR_CONFIG'),
         ('diagnose nano --only simlarity', 2, "unknown diagnostic 'simlarity'; did you mean 'similarity'?"),
         ('diagnose nano --rows 0', 2, '--rows 0 must be at least 1'),
         ('diagnose runs/nix', 66, "'runs/nix' does not exist"),
         ('diagnose begun', 66, 'has no checkpoint yet'),
+        ('diagnose nano --model.layrs 3', 2, "did you mean '--model.layers'?"),
+        ('diagnose llama', 2, 'spannorm import llama'),
     ):
         assert cli.main(line.split()) == code
         assert message in capsys.readouterr().err, line

@@ -15,8 +15,8 @@ from scipy.special import erf, expit
 from spannorm_jax import LM, ModelConfig, cli
 from spannorm_jax.errors import UserError
 from spannorm_jax.model import unstack
-from spannorm_jax.theory import ACTIVATION_AXIS, CLAIMS, DEPTHS, SEEDS, anatomy, theory
-from spannorm_jax.theory.cells import Cell, draw_tokens, measure, sums_and_gradients
+from spannorm_jax.theory import ACTIVATION_AXIS, CLAIMS, DEPTHS, SEEDS, anatomy, show, theory
+from spannorm_jax.theory.cells import Cell, draw_tokens, measure, sums_and_gradients, weights
 from spannorm_jax.theory.claims import jacobian, t5, t6, t8
 from spannorm_jax.theory.t1 import laws, power_ratio, t1
 from spannorm_jax.theory.t11 import norms_of_blocks, t11
@@ -352,12 +352,19 @@ def test_the_cell_is_the_model_that_the_table_asks_for():
     assert not np.array_equal(tokens, draw_tokens(4))
 
 
+def test_shared_draws_are_those_of_each_model():
+    for cell in (Cell('pre', 'sqrt_2L', 2), Cell('post', 'none', 2, 'gelu'), Cell('span', 'sqrt_2L', 2, 'relu', 'raw', 0.02)):
+        got, want = weights(cell, 1), LM(cell.config()).init(jax.random.key(1))
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+
+
 def test_cells_that_differ_in_their_weights_share_a_program():
     from spannorm_jax.theory.cells import compiled
 
     compiled.cache_clear()
-    a = measure(Cell('post', 'none', 2), 2, sums_and_gradients)
-    b = measure(Cell('post', 'sqrt_2L', 2), 2, sums_and_gradients)
+    wanted = {sums_and_gradients: (4, 64)}
+    a, b = (measure(Cell('post', scale, 2), 2, wanted)[sums_and_gradients] for scale in ('none', 'sqrt_2L'))
     assert compiled.cache_info().misses == 1
     assert a['ln_grad'].shape == (2, 2) and a['ln_grad'].dtype == np.float64
     # the second seed's weights at the branch's std: W_2 of Scale Init is half of it at L = 2
@@ -389,3 +396,15 @@ def test_theory_refuses(options, says):
     assert set(CLAIMS) == {'T1', 'T5', 'T6', 'T8', 'T11'}
     typed = cli.Theory()
     assert (typed.depths, typed.seeds, typed.activations) == (DEPTHS, SEEDS, ACTIVATION_AXIS)
+
+
+def test_a_table_to_compare_for_each_ffn_kind():
+    def row(kind, L, mean):
+        return {'topology': 'pre', 'scale_init': 'none', 'layers': L, 'activation': kind, 'ln_g1_over_gL': Estimate(mean, 1)}
+
+    tables = list(show.comparison({'T1': {'cells': [row('swiglu', 8, 1.234567), row('relu', 8, -2.0), row('swiglu', 32, 3.0)]}}))
+    assert [(title.split()[-1], heads[2:], rows) for title, heads, rows in tables] == [
+        ('swiglu', ['L = 8', 'L = 32'], [['pre', 'none', '1.23457', '3.00000']]),
+        ('relu', ['L = 8'], [['pre', 'none', '-2.00000']]),
+    ]
+    assert list(show.comparison({'T6': {}})) == []

@@ -22,12 +22,22 @@ from spannorm_jax.diagnostics.removal import groups, in_groups, one_by_one, swap
 from spannorm_jax.diagnostics.similarity import angular_distances, block_influence, by_distance, cosine_pairs, linear_cka
 from spannorm_jax.diagnostics.spectra import effective_ranks, eigenvalues, entropy_rank, over_median, weight_spectrum
 from spannorm_jax.diagnostics.table import DIAGNOSTICS, Diagnostic, Panel
-from spannorm_jax.diagnostics.training import coordinate_check, depth_profile, lr_sensitivity, size_slopes, slope, spikes
+from spannorm_jax.diagnostics.training import (
+    coordinate_check,
+    depth_profile,
+    laziness,
+    lr_sensitivity,
+    norm_law,
+    size_slopes,
+    slope,
+    spikes,
+)
 
 __all__ = [
     'DIAGNOSTICS', 'Diagnostic', 'Gates', 'Panel', 'Probe', 'angular_distances', 'block_influence', 'block_jacobians', 'by_distance',
     'by_position', 'coordinate_check', 'cosine_pairs', 'depth_profile', 'effective_depth', 'effective_ranks', 'eigenvalues', 'end_to_end',
-    'entropy_rank', 'groups', 'hessian_spectrum', 'in_groups', 'lanczos', 'linear_cka', 'logit_lens', 'lr_sensitivity', 'massive',
-    'norm_jacobian', 'one_by_one', 'outputs', 'over_median', 'random_products', 'record', 'row_norms', 'singular_values', 'size_slopes',
-    'slope', 'spectral_norm', 'spikes', 'stability_limit', 'swaps', 'through', 'token_jacobian', 'weight_spectrum',
+    'entropy_rank', 'groups', 'hessian_spectrum', 'in_groups', 'lanczos', 'laziness', 'linear_cka', 'logit_lens', 'lr_sensitivity',
+    'massive', 'norm_jacobian', 'norm_law', 'one_by_one', 'outputs', 'over_median', 'random_products', 'record', 'row_norms',
+    'singular_values', 'size_slopes', 'slope', 'spectral_norm', 'spikes', 'stability_limit', 'swaps', 'through', 'token_jacobian',
+    'weight_spectrum',
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """One model on one fixed batch: what several diagnostics need, computed once."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from spannorm_jax import parametrization
 from spannorm_jax.config import Config, edit
 from spannorm_jax.diagnostics.anatomy import Batch, Params, mean_over, record, token_nats
+from spannorm_jax.initializers import is_param
 from spannorm_jax.model import LM, infos
 from spannorm_jax.optim import make_optimizer
 from spannorm_jax.step import TrainState, make_step
@@ -77,15 +79,62 @@ class Probe:
         return float(mean_over(self.batch, jnp.asarray(self.nats_BT)))
 
     @cached_property
-    def step(self) -> dict[str, np.ndarray]:
-        """layer/* and moe/* of one optimizer step on the batch, which is then thrown away."""
+    def grads(self) -> Params:
+        """Of the mean loss, before clipping."""
+        lm, b = LM(self.cfg.model), self.batch
+
+        def loss(params):
+            x_BTD, _ = lm.features(params, b['tokens'], b['segments'], b['positions'])
+            return mean_over(b, token_nats(lm.logits(params, x_BTD), b))
+
+        return jax.jit(jax.grad(loss))(self.params)
+
+    @cached_property
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Of the model's own forward pass: deviation/{attn,ffn} (L, B, T), the std of every sum; router_logits (L, B, T, E) of blocks with
+        experts, in their order."""
+        b = self.batch
+
+        def run(params):
+            extras = LM(self.cfg.model).features(params, b['tokens'], b['segments'], b['positions'], stats='tensors')[1]
+            logits = [run['router_logits'] for run in extras['after'] if 'router_logits' in run]
+            routers = {'router_logits': jnp.concatenate(logits)} if logits else {}
+            return {k: v for k, v in extras.items() if k.startswith('deviation/')} | routers
+
+        return jax.tree.map(np.asarray, jax.jit(run)(self.params))
+
+    @cached_property
+    def stepper(self) -> tuple[TrainState, Callable]:
+        """The optimizer where it stands, and its step: (state, batch) -> (state, metrics)."""
         cfg = edit(self.cfg, {'optim.accumulate': 1})
-        lm, tree = LM(cfg.model), infos(cfg.model)
-        optimizer = make_optimizer(cfg, tree)
+        optimizer = make_optimizer(cfg, self.infos)
         opt_state = jax.jit(optimizer.init)(self.params) if self.opt_state is None else self.opt_state
         state = TrainState(jnp.int32(cfg.run.steps // 2), self.params, opt_state, jnp.zeros((), bool))
-        _, metrics = jax.jit(make_step(cfg, lm, optimizer, tree, stats=True))(state, self.batch)
+        return state, jax.jit(make_step(cfg, LM(cfg.model), optimizer, self.infos, stats=True))
+
+    @cached_property
+    def infos(self) -> Any:
+        return infos(self.cfg.model)
+
+    @cached_property
+    def step(self) -> dict[str, np.ndarray]:
+        """layer/* and moe/* of one optimizer step on the batch, which is then thrown away."""
+        state, step = self.stepper
+        metrics = step(state, self.batch)[1]
         return {k: np.asarray(v) for k, v in metrics.items() if k.startswith(('layer/', 'moe/'))}
+
+    @cached_property
+    def successive(self) -> list[TrainState]:
+        """The states before and after two steps, on the even and on the odd rows; empty for a batch of one row."""
+        (state, step), B = self.stepper, len(self.batch['segments'])
+        if B < 2:
+            return []
+        states = [state]
+        for half in (0, 1):
+            # Rows as padding, not fewer of them: the compiled step serves again.
+            rows_B1 = (jnp.arange(B) % 2 == half)[:, None]
+            states.append(step(states[-1], self.batch | {'segments': jnp.where(rows_B1, self.batch['segments'], 0)})[0])
+        return states
 
     @cached_property
     def small(self) -> Batch:
@@ -94,15 +143,23 @@ class Probe:
 
     @cached_property
     def preconditioner(self) -> Any:
-        """sqrt(v / (1 - beta2^t)) + eps of Adam, a tree like the parameters; None without an AdamW state that has made a step."""
+        """(sqrt(v / (1 - beta2^t)) + eps) / (its factor on the rate) of Adam, a tree like the parameters; None without an AdamW state that
+        has made a step."""
         opt = self.cfg.optim
-        if self.opt_state is None or opt.optimizer != 'adamw':
+        if self.opt_state is None or opt.optimizer != 'adamw' or not int((adam := adam_state(self.opt_state)).count):
             return None
-        adam = self.opt_state[1].inner_states['adam'].inner_state
-        if not int(adam.count):
-            return None
-        masked = lambda v: isinstance(v, optax.MaskedNode)  # noqa: E731
-        # A parameter that Adam does not move counts as infinitely stiff to it: it has no share in the curvature that Adam sees.
-        scale = lambda v, p: jnp.full_like(p, jnp.inf) if masked(v) else jnp.sqrt(v / (1 - opt.beta2**t)) + opt.eps  # noqa: E731
         t = adam.count.astype(jnp.float32)
-        return jax.tree.map(scale, adam.nu, self.params, is_leaf=masked)
+
+        def scale(info, v, p):
+            if isinstance(v, optax.MaskedNode):
+                # A parameter that Adam does not move counts as infinitely stiff to it: it has no share in the curvature that Adam sees.
+                return jnp.full_like(p, jnp.inf)
+            f = parametrization.factors(self.cfg.model, info.role, 'layers' in info.axes)
+            return f.eps * (jnp.sqrt(v / (1 - opt.beta2**t)) + opt.eps) / f.lr
+
+        return jax.tree.map(scale, self.infos, adam.nu, self.params, is_leaf=is_param)
+
+
+def adam_state(opt_state: Any) -> optax.ScaleByAdamState:
+    """Adam's moments within the state of `make_optimizer`; MaskedNode where another rule moves a parameter."""
+    return next(part.inner_states['adam'].inner_state for part in opt_state if hasattr(part, 'inner_states'))

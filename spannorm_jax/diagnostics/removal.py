@@ -15,18 +15,21 @@ from spannorm_jax.diagnostics.anatomy import Batch, Gates, Params, loss, mean_ov
 from spannorm_jax.model_config import ModelConfig
 
 
-def losses(cfg: ModelConfig, params: Params, batch: Batch, gates: Gates) -> Float[Array, ' K']:
-    """Mean loss under each of K sets of gates, (K, L) each."""
-    return jax.lax.map(lambda g: mean_over(batch, loss(cfg, params, batch, g)), gates)
+def rises(cfg: ModelConfig, params: Params, batch: Batch, kept_KL: ArrayLike) -> dict[str, Float[Array, ' K']]:
+    """`skipped` and `silenced`: loss with only those blocks left that a row of kept_KL has 1 for - loss, for each of K rows.
+
+    Both removals go through one loop over 2 K + 1 sets of gates, so that the model is compiled once.
+    """
+    kept_KL = jnp.asarray(kept_KL, jnp.float32)
+    K, whole_KL, whole_1L = len(kept_KL), jnp.ones_like(kept_KL), jnp.ones((1, cfg.layers))
+    gates = Gates(jnp.concatenate([whole_1L, kept_KL, whole_KL]), jnp.concatenate([whole_1L, whole_KL, kept_KL]))
+    found = jax.lax.map(lambda g: mean_over(batch, loss(cfg, params, batch, g)), gates)
+    return {'skipped': found[1 : K + 1] - found[0], 'silenced': found[K + 1 :] - found[0]}
 
 
 def one_by_one(cfg: ModelConfig, params: Params, batch: Batch) -> dict[str, Float[Array, ' L']]:
     """`skipped` and `silenced`: loss without block l - loss, for every l."""
-    L = cfg.layers
-    all_KL, without_KL = jnp.ones((L + 1, L)), jnp.concatenate([jnp.ones((1, L)), 1 - jnp.eye(L)])
-    found = {name: losses(cfg, params, batch, g) for name, g in
-             (('skipped', Gates(without_KL, all_KL)), ('silenced', Gates(all_KL, without_KL)))}  # fmt: skip
-    return {name: x[1:] - x[0] for name, x in found.items()}
+    return rises(cfg, params, batch, 1 - jnp.eye(cfg.layers))
 
 
 def groups(angular_LL: ArrayLike) -> np.ndarray:
@@ -35,14 +38,16 @@ def groups(angular_LL: ArrayLike) -> np.ndarray:
     return np.array([int(np.diagonal(away, n).argmin()) for n in range(1, len(away) - 1)], int)
 
 
+def without_groups(first_K: ArrayLike, layers: int) -> Float[Array, 'K L']:
+    """0 for the n = 1..K neighbouring blocks that begin at first_K[n - 1], 1 for all others."""
+    first_K1, l_L = jnp.asarray(first_K)[:, None], jnp.arange(layers)
+    n_K1 = jnp.arange(1, len(first_K1) + 1)[:, None]
+    return 1.0 - ((l_L >= first_K1) & (l_L < first_K1 + n_K1))
+
+
 def in_groups(cfg: ModelConfig, params: Params, batch: Batch, first_K: ArrayLike) -> dict[str, Float[Array, ' K']]:
     """Loss without n = 1..K neighbouring blocks that begin at first_K[n - 1] (see `groups`) - loss, under both removals."""
-    first, L = jnp.asarray(first_K)[:, None], cfg.layers
-    l, n = jnp.arange(L), jnp.arange(1, len(first) + 1)[:, None]
-    kept_KL = jnp.concatenate([jnp.ones((1, L)), 1.0 - ((l >= first) & (l < first + n))])
-    found = {name: losses(cfg, params, batch, g) for name, g in
-             (('skipped', Gates(kept_KL, jnp.ones_like(kept_KL))), ('silenced', Gates(jnp.ones_like(kept_KL), kept_KL)))}  # fmt: skip
-    return {name: x[1:] - x[0] for name, x in found.items()}
+    return rises(cfg, params, batch, without_groups(first_K, cfg.layers))
 
 
 def swaps(cfg: ModelConfig, params: Params, batch: Batch) -> Float[Array, ' L-1']:

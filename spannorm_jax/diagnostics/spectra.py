@@ -1,4 +1,7 @@
-"""Spectra: how many directions activations, embeddings and weights use. NumPy in float64. Axes: N tokens, D channels, K singular values."""
+"""Spectra: how many directions activations, embeddings and weights use. NumPy in float64; NaN of what is not finite.
+
+Axes: N tokens, D channels, K singular values.
+"""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,7 +15,14 @@ def eigenvalues(x_ND: ArrayLike, centred: bool = True) -> np.ndarray:
     x = np.asarray(x_ND, np.float64)
     if centred:
         x = x - x.mean(0)
-    return np.maximum(np.linalg.eigvalsh(x.T @ x / len(x))[::-1], 0)
+    C = x.T @ x / len(x)
+    return np.maximum(np.linalg.eigvalsh(C)[::-1], 0) if np.isfinite(C).all() else np.full(len(C), np.nan)
+
+
+def singular_values_of(w: ArrayLike) -> np.ndarray:
+    """Singular values of a matrix, largest first."""
+    w = np.asarray(w, np.float64)
+    return np.linalg.svd(w, compute_uv=False) if np.isfinite(w).all() else np.full(min(w.shape), np.nan)
 
 
 def effective_ranks(eigenvalues_D: ArrayLike) -> dict[str, float]:
@@ -26,7 +36,7 @@ def effective_ranks(eigenvalues_D: ArrayLike) -> dict[str, float]:
     """
     v = np.asarray(eigenvalues_D, np.float64)
     D, total = len(v), v.sum()
-    if total <= 0:
+    if not total > 0:
         return dict.fromkeys(('hard', 'soft', 'stable', 'rankme', 'concentration', 'utilisation'), float('nan'))
     p = np.sort(v / total)[::-1]
     hard, soft = 1 / np.square(p).sum() / D, entropy_rank(p) / D
@@ -61,7 +71,7 @@ def weight_spectrum(w: ArrayLike, floor: float = 1e-6) -> dict[str, float]:
     std (sqrt m + sqrt n), by more than 2 per cent (finite matrices cross it by a little).  Source: Marchenko and Pastur 1967.
     """
     w = np.asarray(w, np.float64)
-    s = np.linalg.svd(w, compute_uv=False)
+    s = singular_values_of(w)
     if not s[0] > 0:
         return {'norm': float(s[0]), 'condition': float('nan'), 'stable_rank': float('nan'), 'outliers': float('nan')}
     edge = np.sqrt(np.square(w - w.mean()).mean()) * (np.sqrt(w.shape[0]) + np.sqrt(w.shape[1]))

@@ -12,7 +12,8 @@ from spannorm_jax.diagnostics.probe import Probe
 
 
 class Panel(NamedTuple):
-    """One picture: lines of `keys` over their index, or a heat map of a matrix (one for each run)."""
+    """One picture: lines of `keys` over their index, the first drawn full and the others thin and dashed beside it, or a heat map of a
+    matrix (one for each run)."""
 
     keys: tuple[str, ...]
     title: str
@@ -34,24 +35,28 @@ class Diagnostic(NamedTuple):
 
 DIAGNOSTICS: dict[str, Diagnostic] = {
     'gradients': Diagnostic(
-        of_step('grad_rms/read', 'grad_rms/write', profile='grad_rms/write'), 'Gradients by layer', 'D1',
+        measures.gradients, 'Gradients by layer', 'D1, D2, D5',
         'Root mean square of the loss gradient in each block, for the matrices that read the stream and those that write to it, before '
-        'clipping. The factor per layer is the exponential of the slope of its logarithm over depth.',
+        'clipping; dashed, for PostNorm and SpanNorm, what the scales at the norms alone predict (SpanNorm\'s eq. 11), made to end where '
+        'the gradient ends. The factor per layer is the exponential of the slope of its logarithm over depth. The rank of a gradient is '
+        'the share of directions that carry it (entropy of its squared singular values).',
         'Within a factor of about ten from first to last block, at any depth. PreNorm at its start falls towards the top, PostNorm '
         'towards the bottom, the more so without a scaled initialisation.',
         'Adam divides by the size of a gradient, so a steady slope alone does not say that the lower blocks learn slowly; it says so '
-        'only where gradients near its eps. One batch is one sample of a noisy quantity.',
+        'only where gradients near its eps. One batch is one sample of a noisy quantity, and the rank of a gradient grows with the batch.',
         (Panel(('grad_rms/read',), 'reading matrices: gradient rms', log=True),
-         Panel(('grad_rms/write',), 'writing matrices: gradient rms', log=True))),
+         Panel(('grad_rms/write', 'law'), 'writing matrices: gradient rms (dashed: predicted)', log=True),
+         Panel(('rank/ffn.down',), 'FFN down: soft rank of the gradient'))),
     'scales': Diagnostic(
-        of_step('sigma_attn', 'sigma_ffn', 'branch_var/attn', 'branch_var/ffn', profile='sigma_ffn'), 'Scales at the norms', 'D2',
-        'Standard deviation over channels of the sums that enter a norm (or would, where a topology has none there), and the variance of '
-        'what each branch adds.',
+        measures.scales, 'Scales at the norms', 'D2',
+        'Standard deviation over channels of the sums that enter a norm (or would, where a topology has none there), mean over tokens and '
+        'dashed the 5th and 95th percentile of them, and the variance of what each branch adds.',
         'Where norms act on sums: just above 1, with branch variances that fall as one over the number of blocks if the initialisation is '
         'scaled with depth. Without such norms the sums grow with depth.',
         'The gradient itself: a product of these scales predicts it only under assumptions (independent branches, equal scales) that the '
         'other figures here can contradict.',
-        (Panel(('sigma_attn',), 'sum at attention: std'), Panel(('sigma_ffn',), 'sum at FFN: std'),
+        (Panel(('sigma_attn', 'sigma_attn/p5', 'sigma_attn/p95'), 'sum at attention: std'),
+         Panel(('sigma_ffn', 'sigma_ffn/p5', 'sigma_ffn/p95'), 'sum at FFN: std'),
          Panel(('branch_var/attn',), 'attention branch: variance', log=True),
          Panel(('branch_var/ffn',), 'FFN branch: variance', log=True))),
     'residual': Diagnostic(
@@ -75,38 +80,46 @@ DIAGNOSTICS: dict[str, Diagnostic] = {
         (Panel(('attn_entropy',), 'entropy, share of uniform'), Panel(('attn_sink',), 'weight on the first position'),
          Panel(('attn_logit_max',), 'largest score'))),
     'updates': Diagnostic(
-        of_step('update_ratio/read', 'update_ratio/write', 'update_visible/read', 'update_visible/write'), 'Updates by layer', 'D10',
-        'Size of one optimizer step against the size of the weights it changes, at half the run\'s schedule, and the share of weights '
-        'that a bfloat16 copy would see move. Without an optimizer state it is Adam\'s first step.',
+        measures.updates, 'Updates by layer', 'D10',
+        'Size of one optimizer step against the size of the weights it changes, at half the run\'s schedule; the share of weights '
+        'that a bfloat16 copy would see move; the cosine of two successive steps, on the even and the odd rows; and the gradient against '
+        'Adam\'s memory of it, the root mean square of g / sqrt(v). Without an optimizer state these are Adam\'s first steps.',
         'Around one in a thousand at the peak rate, alike over depth; matrices whose initialisation is scaled down move more relative to '
-        'their size.',
+        'their size. Successive steps share their momentum, so that their cosine is near 0.9. g over sqrt(v) stays near 1, is 1 in Adam\'s '
+        'first step, and rises before a loss spike, when v has not caught up.',
         'The movement of the function: a small step along a sharp direction changes more than a large one along a flat one. See '
         'sharpness.',
         (Panel(('update_ratio/read',), 'reading matrices: |update| / |weights|', log=True),
          Panel(('update_ratio/write',), 'writing matrices: |update| / |weights|', log=True),
-         Panel(('update_visible/write',), 'writing matrices: share bfloat16 sees move'))),
+         Panel(('update_visible/write',), 'writing matrices: share bfloat16 sees move'),
+         Panel(('cosine/read',), 'reading matrices: cosine of two updates'),
+         Panel(('cosine/write',), 'writing matrices: cosine of two updates'),
+         Panel(('surprise/write',), 'writing matrices: rms of g / sqrt(v)'))),
     'history': Diagnostic(
         measures.history, 'Through training', 'D1-D3, D10',
         'Gradient, scale at the FFN\'s norm, stream and relative update of every block over the steps of the run, as logarithms to base '
         'ten, from the rows that run.stats_every wrote.',
         'Bands that settle within the warm-up and stay. A block that goes dark for good has stopped learning.',
         'Anything between the rows, or of runs without them. Colours are scaled to each picture: read the bar before comparing two.',
-        (Panel(('grad_rms/write',), 'log10 gradient rms, writing matrices', 'step', heat=True),
+        (Panel(('grad_rms/write',), 'log10 gradient rms (writing)', 'step', heat=True),
          Panel(('sigma_ffn',), 'log10 std at FFN', 'step', heat=True), Panel(('rms',), 'log10 stream rms', 'step', heat=True),
          Panel(('update_ratio/write',), 'log10 |update| / |weights|', 'step', heat=True))),
     'experts': Diagnostic(
         measures.experts, 'Experts', 'D17',
-        'Share of all choices that each expert of each block takes, the fullest one over the mean, and entropy of the router\'s shares.',
+        'Share of all choices that each expert of each block takes, the fullest one over the mean, and entropy of the router\'s shares; '
+        'size of the router\'s logits, and how unevenly the experts\' gradients are sized (std over mean of their norms).',
         'Shares near one over the number of experts; the fullest below about twice the mean once the selection biases have settled.',
         'Whether experts differ in what they do. Balance on one batch is not balance on every domain.',
         (Panel(('load',), 'share of choices by expert', 'expert', heat=True), Panel(('max_over_mean',), 'fullest expert over the mean'),
-         Panel(('entropy',), 'entropy of the shares, nats'), Panel(('dropped',), 'dropped choices'))),
+         Panel(('entropy',), 'entropy of the shares, nats'), Panel(('dropped',), 'dropped choices'),
+         Panel(('router_rms',), 'router logits: rms'), Panel(('grad_cv',), 'expert gradients: std over mean'))),
     'jacobians': Diagnostic(
         measures.jacobian, 'Jacobians', 'D4',
         'How a block, and all of them together, stretch small changes of the stream: the largest stretch (power iteration), the root mean '
-        'square one, and the mean squared distance from doing nothing. On the first 32 positions of one row.',
+        'square one, and the mean squared distance from doing nothing. On the first 32 positions of one row. The hard and soft rank are '
+        'those of the last token\'s Jacobian, as a share of the width.',
         'Root mean square stretch near 1 in every block. From end to end, a spectrum that reaches neither far above nor far below 1 lets '
-        'gradients through; a distance below 1 says that an identity path survives.',
+        'gradients through; a distance below 1 says that an identity path survives. Where a norm ends the model one singular value is 0.',
         'What large changes do: this is the derivative at one point. Two close largest values make the power iteration a slight '
         'underestimate.',
         (Panel(('spectral',), 'block: largest stretch', log=True), Panel(('frobenius',), 'block: rms stretch', log=True),

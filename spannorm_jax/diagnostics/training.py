@@ -1,7 +1,7 @@
 """Measures over training: slopes over depth, coordinate checks over depth and width, sensitivity to the learning rate, spikes."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +38,29 @@ def depth_profile(value_L: ArrayLike) -> dict[str, float]:
         'variation': float(np.nanstd(v) / np.nanmean(v)),
         'exponent': slope(log, np.log(np.arange(1, len(v) + 1))),
     }
+
+
+def norm_law(topology: str, ln_a_L: ArrayLike, ln_z_L: ArrayLike) -> np.ndarray | None:
+    """ln |g_l| of what writes to the stream, up to a constant, if norms on sums divided what comes back and nothing else happened.
+
+    ln_a, ln_z (..., L): logs of the scales of the sums at attention's and at the FFN's norm; for post
+    -sum_{m >= l} ln z_m - sum_{m > l} ln a_m, for span -sum_{m >= l} ln z_m; None for others.  Source: SpanNorm, arXiv:2601.22580, eq. 11.
+    """
+    if topology not in ('post', 'span'):
+        return None
+    ln_a, ln_z = np.asarray(ln_a_L, np.float64), np.asarray(ln_z_L, np.float64)
+    above = lambda x: np.cumsum(x[..., ::-1], -1)[..., ::-1] - x  # noqa: E731  sum over m > l
+    return -ln_z - above(ln_z) - (above(ln_a) if topology == 'post' else 0)
+
+
+def laziness(f: Callable[[Any], jax.Array], start: Any, now: Any) -> float:
+    """|f(now) - lin(now)| / |f(now) - f(start)|, lin the tangent of f at `start`: near 0 where training never left its first linearisation.
+
+    f: parameters -> an array, such as the logits of a probe batch.  Source: arXiv:2505.01618, the test of lazy against rich layers.
+    """
+    f_start, moved_linearly = jax.jvp(f, (start,), (jax.tree.map(jnp.subtract, now, start),))
+    moved = f(now) - f_start
+    return float(jnp.linalg.norm((moved - moved_linearly).ravel()) / jnp.linalg.norm(moved.ravel()))
 
 
 def coordinate_check(configs: Mapping[int, Config], batches: Iterable[Any], probe: Any, steps: int = 5) -> dict[int, dict[str, np.ndarray]]:

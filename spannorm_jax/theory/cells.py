@@ -3,14 +3,15 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spannorm_jax.model import LM
+from spannorm_jax.initializers import is_param
+from spannorm_jax.model import LM, infos
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.theory import anatomy
 
@@ -69,12 +70,38 @@ def draw_tokens(seed: int, shape: tuple[int, int] = (ROWS, POSITIONS)) -> jax.Ar
     return jax.random.randint(jax.random.fold_in(jax.random.key(seed), 1), shape, 0, VOCAB, jnp.int32)
 
 
-def measure(cell: Cell, seeds: int, of: Callable[..., Any], shape: tuple[int, int] = (ROWS, POSITIONS)) -> dict[str, np.ndarray]:
-    """`of(cfg, params, tokens)` for seeds 0, 1, ...: a dict of arrays with the seeds in front, in float64."""
+def measure(
+    cell: Cell, seeds: int, wanted: Mapping[Callable[..., Any], tuple[int, int]]
+) -> dict[Callable[..., Any], dict[str, np.ndarray]]:
+    """For each `of(cfg, params, tokens)` in `wanted`, on tokens of its shape: a dict of float64 arrays, seeds 0, 1, ... in front."""
     cfg = cell.config()
-    program = compiled(of, dataclasses.replace(cfg, scale_init='none', embed_std=None))  # what only initialisation reads
-    found = [jax.device_get(program(LM(cfg).init(jax.random.key(seed)), draw_tokens(seed, shape))) for seed in range(seeds)]
-    return {k: np.stack([np.asarray(f[k], np.float64) for f in found]) for k in found[0]}
+    programs = {of: compiled(of, dataclasses.replace(cfg, scale_init='none', embed_std=None)) for of in wanted}  # what only drawing reads
+    found: dict[Callable[..., Any], list[dict[str, np.ndarray]]] = {of: [] for of in wanted}
+    for seed in range(seeds):
+        params = weights(cell, seed)
+        for of, shape in wanted.items():
+            found[of].append(jax.device_get(programs[of](params, draw_tokens(seed, shape))))
+    return {of: {k: np.stack([np.asarray(f[k], np.float64) for f in each]) for k in each[0]} for of, each in found.items()}
+
+
+@functools.lru_cache(maxsize=8)
+def drawn(layers: int, seed: int) -> dict[str, Any]:
+    """Weights of the base std of one model that has every matrix the cells of this depth have."""
+    return LM(Cell('span', 'none', layers).config()).init(jax.random.key(seed))
+
+
+def weights(cell: Cell, seed: int) -> dict[str, Any]:
+    """What `LM(cell.config()).init(jax.random.key(seed))` gives, to rounding: draws depend on seed, name and layer alone, and cells differ
+    in the std of some. To draw 512 blocks takes longer than to measure them, so cells of a depth share `drawn`."""
+    every = dict(jax.tree_util.tree_leaves_with_path(drawn(cell.layers, seed)))
+
+    def value(path, info):
+        if info.role == 'gain':
+            return jnp.full(info.value.shape, info.init.const)
+        branch = (2 * cell.layers) ** -0.5 if info.role == 'write' and cell.scale_init == 'sqrt_2L' else 1.0
+        return every[path] * (branch * (cell.embed_std if info.role == 'embed' else 1.0))
+
+    return jax.tree_util.tree_map_with_path(value, infos(cell.config()), is_leaf=is_param)
 
 
 @functools.cache

@@ -40,12 +40,14 @@ def tables(found: dict[str, Tables]) -> Iterator[tuple[str, list[str], list[list
 
 
 def comparison(found: dict[str, Tables]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """The table of T1 that stands to be compared with an independent implementation: mean of ln(|g_1| / |g_L|), SwiGLU."""
-    rows = [row for row in found.get('T1', {}).get('cells', []) if row['activation'] == 'swiglu']
-    depths = list(dict.fromkeys(row['layers'] for row in rows))
-    by: dict[tuple[str, str], dict[int, str]] = {}
-    for row in rows:
-        by.setdefault((row['topology'], row['scale_init']), {})[row['layers']] = f'{row["ln_g1_over_gL"].mean:.5f}'
-    if by:
-        heads = ['topology', 'scale_init', *(f'L = {L}' for L in depths)]
-        yield 'T1 mean of ln(|g_1| / |g_L|) of the FFN down projection', heads, [[*key, *line.values()] for key, line in by.items()]
+    """The tables of T1 that stand to be compared with an independent implementation, one per FFN kind: mean of ln(|g_1| / |g_L|)."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in found.get('T1', {}).get('cells', []):
+        kinds.setdefault(row['activation'], []).append(row)
+    for kind, rows in kinds.items():
+        by: dict[tuple[str, str], dict[int, str]] = {}
+        for row in rows:
+            by.setdefault((row['topology'], row['scale_init']), {})[row['layers']] = f'{row["ln_g1_over_gL"].mean:.5f}'
+        heads = ['topology', 'scale_init', *(f'L = {L}' for L in dict.fromkeys(row['layers'] for row in rows))]
+        title = f'T1 mean of ln(|g_1| / |g_L|) of the FFN down projection, {kind}'
+        yield title, heads, [[*key, *line.values()] for key, line in by.items()]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spannorm_jax.diagnostics import norm_law
 from spannorm_jax.layers import ACTIVATIONS
 from spannorm_jax.model_config import GATED
 from spannorm_jax.theory.cells import Cell, Tables
@@ -35,10 +36,7 @@ def power_ratio(activation: str) -> float:
 def laws(topology: str, ln_a: np.ndarray, ln_z: np.ndarray, kappa: float) -> dict[str, np.ndarray]:
     """Predicted ln |g_l| of the FFN down projection, (..., L), up to a constant, from ln sigma of the sums alone.
 
-    paper: the norms divide and nothing else happens. With a_l, z_l the sums of block l,
-      post   ln g_l = -sum_{m >= l} ln z_m - sum_{m > l} ln a_m
-      span   ln g_l = -sum_{m >= l} ln z_m
-      pre    constant: no norm stands on the path
+    paper: the norms divide and nothing else happens (`diagnostics.norm_law`); for pre constant, since no norm stands on the path.
     branches: what comes back through the branches adds its power. A branch adds sigma^2 - 1 to a normed skip, so it passes back
     kappa (sigma^2 - 1) of the power that enters it; attention counts with kappa = 1 (its values' path).
       post   a block adds ln sqrt(1 + kappa (z^2 - 1)) - ln z, since attention's own gain cancels ln a
@@ -50,7 +48,7 @@ def laws(topology: str, ln_a: np.ndarray, ln_z: np.ndarray, kappa: float) -> dic
         attention = np.concatenate([np.zeros_like(ln_a[..., :1]), ln_a[..., 1:] - ln_z[..., :-1]], -1)
         ffn = 0.5 * np.log1p(kappa * np.expm1(2 * (ln_z - ln_a)))
         return {'paper': np.zeros_like(ln_z), 'branches': above(attention + ffn)}
-    paper = -ln_z - above(ln_z) - (above(ln_a) if topology == 'post' else 0)
+    paper = norm_law(topology, ln_a, ln_z)
     returned = 0.5 * np.log1p(kappa * np.maximum(np.expm1(2 * ln_z), -0.99 / kappa))
     return {'paper': paper, 'branches': -ln_z + above(returned - ln_z)}
 
