@@ -54,3 +54,12 @@ def markdown(table: list[dict[str, Any]]) -> str:
         own = ' + own parameters' if row['extra_parameters'] else ''
         lines.append(f'| `{row["name"]}` | `{row["equation"]}` | {", ".join(row["norm_sites"])}{own} | {source} |')
     return '\n'.join(lines)
+
+
+def names_markdown(table: list[dict[str, Any]]) -> str:
+    """The table of docs/topologies.md: what else a topology is called, and what it has that others do not."""
+    lines = ['| name | also called | options | parameters of its own |', '|---|---|---|---|']
+    for row in table:
+        cells = (', '.join(f'`{word}`' for word in row[key]) for key in ('aliases', 'options', 'extra_parameters'))
+        lines.append(f'| `{row["name"]}` | {" | ".join(cells)} |')
+    return '\n'.join(lines)

@@ -28,6 +28,7 @@ from spannorm_jax.step import TrainState
 FORMAT = 2
 ITEMS = ('params', 'optim', 'meta')
 MEND = '; to go on from the one before, remove that folder, or set run.torn previous'
+NEVER_S = 10 * 365 * 86_400  # Orbax waits by the wall clock, which may be set; what hangs is the watchdog's to end
 _DISK = {
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOTDIR, errno.EEXIST,
     errno.ENAMETOOLONG,
@@ -87,7 +88,8 @@ class Checkpoints:
                 raise MissingInput(f'there are no checkpoints: {str(self.folder)!r} is not a folder')
             options = ocp.CheckpointManagerOptions(read_only=True, create=False, save_interval_steps=0)
         else:
-            options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True, enable_async_checkpointing=True)
+            background = ocp.AsyncOptions(timeout_secs=NEVER_S, create_directories_asynchronously=False)
+            options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True, enable_async_checkpointing=True, async_options=background)
         with disk_errors('read' if read_only else 'create', self.folder):
             if not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)

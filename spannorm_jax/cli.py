@@ -10,7 +10,6 @@ import difflib
 import errno
 import io
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from tyro.conf import FlagConversionOff, Positional
 
 from spannorm_jax import __version__, commands
 from spannorm_jax.config import Config, MeshConfig
-from spannorm_jax.errors import UserError, nearest
+from spannorm_jax.errors import UserError, nearest, unheard
 from spannorm_jax.load import load_config, names
 
 Settings = Annotated[Config, tyro.conf.arg(name=''), FlagConversionOff]  # its fields stand at the top: --model.layers
@@ -366,6 +365,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str]) -> int:
     """Run one command line (without the program's name) and return its exit code; only bugs leave as exceptions."""
+    code = 0
     try:
         code = dispatch(list(argv))
         sys.stdout.flush()
@@ -381,8 +381,8 @@ def main(argv: Sequence[str]) -> int:
         raise
     except BrokenPipeError:
         # Whoever read our output has seen enough. Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        unheard(sys.stdout.fileno())
+        return code
     except OSError as e:
         if e.errno not in DISK:
             raise
@@ -391,7 +391,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def complain(message: str, code: int) -> int:
-    print(f'spannorm: {message}', file=sys.stderr)
+    try:
+        print(f'spannorm: {message}', file=sys.stderr)
+    except OSError:  # no reader, or a log on a disk that is full: the code says it
+        unheard(sys.stderr.fileno())
     return code
 
 

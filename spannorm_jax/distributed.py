@@ -21,7 +21,7 @@ import numpy as np
 from jax._src import distributed as runtime
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spannorm_jax.errors import ProcessLost, UserError
+from spannorm_jax.errors import ProcessLost, UserError, say
 from spannorm_jax.launch import Place, find_place, introduce, own_devices, refuse_loopback, seconds
 from spannorm_jax.rollcall import Member, RollCall, named
 
@@ -139,15 +139,16 @@ def _end_after(limit: float, why: Ended) -> None:
 
 def _say_and_exit(why: Ended) -> None:
     """A process that waits in a collective, in C++, for one that is gone can be ended in no other way."""
-    os.write(2, f'spannorm: {why.message}\n'.encode())
+    say(f'spannorm: {why.message}')
     os._exit(why.code)
 
 
 def _exit(code: int) -> None:
     if _call is not None and _call.me.process == 0:
         _call.wait_alone(GRACE_S)  # the others' jax would abort with the service that lives here
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # of a reader that is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -1,6 +1,8 @@
 """Errors meant for people. Each carries the exit code that the command line ends with (see docs/cli.md)."""
 
+import contextlib
 import difflib
+import os
 from collections.abc import Iterable
 
 
@@ -55,3 +57,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f'did you mean {close[0]!r}?' if close else f'known names: {", ".join(known)}'
+
+
+def say(text: str) -> None:
+    """A line on stderr, at once, also from a signal's handler or a last thread: whether anyone hears it changes nothing."""
+    with contextlib.suppress(OSError):
+        os.write(2, f'{text}\n'.encode())
+
+
+def unheard(handle: int) -> None:
+    """Whoever read what is written to `handle` is gone: what follows goes nowhere, and costs neither the run nor its exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), handle)

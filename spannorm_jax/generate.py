@@ -20,6 +20,7 @@ from spannorm_jax.data import Tokenizer, check_vocab
 from spannorm_jax.errors import UserError
 from spannorm_jax.fields import check_range, check_types
 from spannorm_jax.model import LM
+from spannorm_jax.sharding import replicated
 
 ROUND = 64  # prompts and caches are padded to multiples of this, so that few shapes are compiled
 
@@ -83,8 +84,9 @@ def draw(logits_BV: Float[Array, 'B V'], s: Sampling, key: Array) -> Int[Array, 
 
 
 @functools.cache
-def stepper(lm: LM, s: Sampling, vocab: int) -> Callable[..., Any]:
-    """(params, cache, tokens (B, T), key, i, segments, positions) -> the cache after them and the next, i-th, token of each row (B, 1)."""
+def stepper(lm: LM, s: Sampling, vocab: int, mesh: jax.sharding.Mesh | None = None) -> Callable[..., Any]:
+    """(params, cache, tokens (B, T), key, i, segments, positions) -> the cache after them and the next, i-th, token of each row (B, 1),
+    which every process has whole."""
 
     def step(params, cache, tokens_BT, key, i, segments_BT=None, positions_BT=None):
         x_BTD, extras = lm.features(params, tokens_BT, segments_BT, positions_BT, cache=cache)
@@ -92,7 +94,8 @@ def stepper(lm: LM, s: Sampling, vocab: int) -> Callable[..., Any]:
         logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1]) < vocab, logits_BV, -jnp.inf)  # ids that the tokenizer does not have
         return extras['cache'], draw(logits_BV, s, jax.random.fold_in(key, i)).astype(jnp.int32)[:, None]
 
-    return jax.jit(step, donate_argnums=1)
+    places = {} if mesh is None else {'out_shardings': (None, replicated(mesh))}
+    return jax.jit(step, donate_argnums=1, **places)
 
 
 def side_by_side(ids: Sequence[Sequence[int]], T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -164,7 +167,7 @@ def generate(
         raise UserError('a stop string is empty; leave it out')
     check_vocab(tokenizer, lm.cfg.vocab)
     rows = [Row(tokenizer, prompt, stop, max_tokens, room) for prompt in prompts]
-    step = functools.partial(stepper(lm, sampling or Sampling(), tokenizer.vocab), params)
+    step = functools.partial(stepper(lm, sampling or Sampling(), tokenizer.vocab, mesh), params)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         tokens_per_s = decode(lm, step, rows, max_tokens, jax.random.key(seed), on_text)
     return Generated([Completion(row.prompt, row.text, row.new, row.finish) for row in rows], tokens_per_s)

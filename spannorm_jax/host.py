@@ -16,7 +16,7 @@ import numpy as np
 from spannorm_jax import distributed
 from spannorm_jax.chips import PEAK_FLOPS
 from spannorm_jax.config import Config
-from spannorm_jax.errors import UserError
+from spannorm_jax.errors import UserError, say
 from spannorm_jax.model import flops_per_token
 
 T = TypeVar('T')
@@ -109,7 +109,7 @@ class Signals:
         if self.seen and number == signal.SIGINT:
             os._exit(130)
         if number == signal.SIGINT:  # a step or a compilation can last: say that it was heard
-            os.write(2, b'\ninterrupted: saving and stopping; Ctrl-C again leaves at once, without saving\n')
+            say('\ninterrupted: saving and stopping; Ctrl-C again leaves at once, without saving')
         self.seen = True
         if self.breaking:
             raise Interrupted('interrupted')

@@ -89,9 +89,13 @@ def read(folder: Path) -> dict[str, Any] | None:
     with contextlib.suppress(BadData, OSError):
         tree = read_json(folder / FILE)
         seconds = tree.get('seconds') if isinstance(tree, dict) else None
-        if isinstance(seconds, dict) and all(isinstance(x, int | float) for x in (*seconds.values(), *map(tree.get, COUNTS))):
+        if isinstance(seconds, dict) and all(_plausible(x) for x in (*seconds.values(), *map(tree.get, COUNTS))):
             return tree
     return None
+
+
+def _plausible(x: Any) -> bool:
+    return isinstance(x, int | float) and 0 <= x < 1e18
 
 
 def goodput(told: dict[str, Any]) -> tuple[float, dict[str, float]]:

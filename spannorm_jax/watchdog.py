@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spannorm_jax import distributed
-from spannorm_jax.errors import Hung
+from spannorm_jax.errors import Hung, say
 
 LAST_WORDS_S = 5.0  # for what is written on the way out: the disk may be what hangs
 
@@ -46,7 +46,7 @@ class Watchdog:
                 )
 
     def _end(self, why: Hung) -> None:
-        os.write(2, f'\nspannorm: {why}; where every thread stands:\n'.encode())
+        say(f'\nspannorm: {why}; where every thread stands:')
         faulthandler.dump_traceback(file=2, all_threads=True)
         words = threading.Thread(target=self._write, args=[why], daemon=True)
         words.start()

@@ -55,3 +55,33 @@ def trained(tmp_path_factory):
     )
     assert cli.main(f'train debug {tiny}'.split()) == 0
     return str(folder / 'run')
+
+
+@pytest.fixture(scope='module')
+def compiled_once():
+    """Starts of the same program share its compilation, which is most of what a start costs here."""
+    from types import SimpleNamespace
+
+    from spannorm_jax import program, train
+    from spannorm_jax.config import RunConfig, edit
+    from spannorm_jax.topology import TOPOLOGIES
+
+    made, eval_step = {}, train.make_eval_step
+
+    def once(what, cfg, make):
+        run = RunConfig(steps=cfg.run.steps, seed=cfg.run.seed, nonfinite=cfg.run.nonfinite)
+        key = what, edit(cfg, {'run': run}), program.LM, program.LM.features, TOPOLOGIES[cfg.model.topology].block
+        if key not in made:
+            made[key] = make()
+        return made[key]
+
+    class Shared(program.Program):
+        def step(self, stats=False):
+            jitted = super().step(stats)
+            make = lambda *shapes: lambda: once((self.mesh, stats), self.cfg, lambda: jitted.lower(*shapes).compile())  # noqa: E731
+            return SimpleNamespace(lower=lambda *shapes: SimpleNamespace(compile=make(*shapes)))
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(train, 'program', lambda cfg, mesh: Shared(*program.program(cfg, mesh)))
+        m.setattr(train, 'make_eval_step', lambda cfg, lm: once('evaluation', cfg, lambda: eval_step(cfg, lm)))
+        yield

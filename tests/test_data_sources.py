@@ -134,6 +134,11 @@ def test_a_long_record_becomes_several_documents(tmp_path, monkeypatch):
 BAD = {
     'not json': ('x.jsonl', jsonl() + b'{"text": \n', r"x.jsonl' line 5 is not JSON"),
     'not an object': ('x.jsonl', b'[1]\n', r"line 1: expected an object with the field 'text', got list"),
+    'no field of a million': (
+        'x.jsonl',
+        json.dumps(dict.fromkeys(range(99999))).encode(),
+        r"line 1 has no field 'text' \(it has '0', .*, '7', \.\.\.\);",
+    ),
     'no field': ('x.jsonl', b'{"text": "a"}\n{"content": "a", "id": 1}\n', r"line 2 has no field 'text' \(it has 'content', 'id'\)"),
     'not text': ('x.jsonl', b'{"text": null}\n', r"line 1: field 'text' is NoneType"),
     'surrogate': ('x.jsonl', b'{"text": "\\ud800"}\n', r"line 1: field 'text' is not text that UTF-8 can hold"),

@@ -113,6 +113,21 @@ def test_a_damaged_config_file_is_named(files, tmp_path, text):
         load_tokenizer(str(tmp_path / 'tokenizer.json'))
 
 
+def test_a_text_that_it_cannot_encode_is_named(tmp_path):
+    model = {'type': 'WordLevel', 'vocab': {'</s>': 0}, 'unk_token': '<unk>'}
+    (tmp_path / 'tokenizer.json').write_text(json.dumps({'version': '1.0', 'added_tokens': [], 'model': model}))
+    with pytest.raises(BadData, match="tokenizer.json' cannot encode 'xyz': .*UNK"):
+        load_tokenizer(str(tmp_path / 'tokenizer.json')).encode('xyz')
+
+
+def test_an_id_that_no_table_should_have_room_for_is_refused(files, tmp_path):
+    tree = json.loads(Path(files['hf']).read_text())
+    tree['model']['vocab']['far away'] = 2**31
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(tree))
+    with pytest.raises(BadData, match='has the id 2147483648; more than 4194304 ids'):
+        load_tokenizer(str(tmp_path / 'tokenizer.json'))
+
+
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_prepared_folder_carries_its_tokenizer(files, tmp_path, kind):
     (tmp_path / 'x.jsonl').write_text('\n'.join(json.dumps({'text': f'{line} {i}'}) for i in range(20) for line in LINES))

@@ -55,6 +55,14 @@ def test_list_of_diagnostics_is_up_to_date():
     assert made['with_list'](text) == text
 
 
+def test_pictures_of_topologies_are_up_to_date():
+    """Mend it with: python docs/figure_blocks.py"""
+    made = runpy.run_path(str(ROOT / 'docs/figure_blocks.py'))
+    text = (ROOT / 'docs/topologies.md').read_text()
+    assert made['with_lists'](text) == text and set((ROOT / 'docs/blocks').glob('*')) == set(made['drawn']())
+    assert all(path.read_text() == drawn for path, drawn in made['drawn']().items())
+
+
 def commands():
     for page in PAGES:
         text = page.read_text()
@@ -138,6 +146,25 @@ def test_python_runs(page, tmp_path, monkeypatch):
         assert space['similar'].shape == (3, 3) and 0 < space['ranks'][2]['hard'] < 1 and space['sharpest'] > 0
     if page.name == 'topologies.md':
         assert space['cfg'].topology == 'halved'
+
+
+def test_the_path_of_docs_start(tmp_path, monkeypatch):
+    """Its file trains and compares, as its commands say; the models are made tiny."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'mine.py').write_text(blocks(ROOT / 'docs/start.md', 'python')[0])
+    small = ' '.join(f'--{field} {value}' for field, value in tiny(tmp_path).items())
+    try:
+        for config in ('nano', 'mine.py'):
+            assert cli.main(f'train {config} {small}'.split()) == 0
+        shown = []
+        monkeypatch.setattr(
+            'spannorm_jax.compare.labels', lambda configs: shown.append([cfg.model.topology for cfg in configs]) or ['a', 'b']
+        )
+        runpy.run_path('mine.py', run_name='__main__')
+    finally:
+        TOPOLOGIES.pop('halved', None)
+    assert shown == [['halved', 'span']] and (tmp_path / 'compare.png').stat().st_size > 1000
+    assert 'feed-forward' in (tmp_path / 'halved.svg').read_text()
 
 
 def test_the_worked_example_is_its_equation():

@@ -1,37 +1,48 @@
 """Whatever a file says, a parser gives a value or one of our errors: no crash, no hang, bounded memory. Inputs are mutated valid files.
 
-FUZZ_EXECUTIONS (default a few thousand, with --full a million) and FUZZ_SEED choose how many and which; a failure prints its input.
+FUZZ_EXECUTIONS (with --full, ten million over all parsers) and FUZZ_SEED choose how many and which; a failure prints its input.
 """
 
 import contextlib
+import io
 import json
 import os
 import random
 import resource
+import struct
 import time
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import sentencepiece
 
-from spannorm_jax import manifest
+from spannorm_jax import ledger, manifest
 from spannorm_jax.config import Config, from_dict, to_dict
 from spannorm_jax.data import meta as data_meta
 from spannorm_jax.data.readers import Piece, documents
+from spannorm_jax.data.sources import find
 from spannorm_jax.data.tokenizer import load_tokenizer
 from spannorm_jax.errors import BadData, UserError
+from spannorm_jax.interop import families, huggingface, safetensors
 from spannorm_jax.json_file import SMALL, parse_json, read_json
+from spannorm_jax.ledger import CAUSES, COUNTS, Ledger
 from spannorm_jax.load import read_config
+from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.rundir import Position, read_outcome
 from spannorm_jax.track import dump_row, parse_rows, read_rows
 
 pytestmark = pytest.mark.reliability
 SEED = int(os.environ.get('FUZZ_SEED', 20261130))
-SLOWEST_S = 5.0  # for an input of a few kB, on a machine that does other things too
+SLOWEST_S = 2.0  # of a processor, for an input of a few kB
 MOST_MB = 200  # that all executions together may add to the peak of this process
 
 CONFIG = json.dumps(to_dict(Config())).encode()
 ROWS = ''.join(dump_row({'step': i, 'train/loss': 3.5, 'layer/rms': [1.0, None], 'perf/mfu': None}) for i in range(4)).encode()
 OUTCOME = b'{"status": "completed", "step": 8, "reason": "", "first_nonfinite": null, "skipped": 0, "rollbacks": 0, "corpus": "x"}'
 POSITION = b'{"format": 1, "step": 4, "batch": 4, "tokens": 9, "skipped": 0, "rollbacks": 0, "recent": [1.5, null], "lowest": 1.0}'
+TIME = json.dumps(dict.fromkeys(COUNTS, 3) | {'seconds': dict.fromkeys(CAUSES, 1.5)}).encode()
 JSONL = b'{"text": "one"}\n{"text": "two \\u00e9", "x": [1, {"y": null}]}\n\n{"text": ""}\n'
 SPECIAL = {'id': 0, 'content': '</s>', 'single_word': False, 'lstrip': False, 'rstrip': False, 'normalized': False, 'special': True}
 TOKENIZER = json.dumps(
@@ -48,16 +59,71 @@ META = json.dumps(
 ).encode()
 
 
+ARRAYS = {'a': {'dtype': 'F32', 'shape': [2, 3], 'data_offsets': [0, 24]}, 'b': {'dtype': 'BF16', 'shape': [4], 'data_offsets': [24, 32]}}
+HEADER = json.dumps({'__metadata__': {'format': 'pt'}} | ARRAYS).encode()
+INDEX = json.dumps({'metadata': {'total_size': 32}, 'weight_map': {'a': 'one.safetensors', 'b': 'one.safetensors'}}).encode()
+DEEPSEEK = dict(
+    attention='mla', kv_latent=8, nope_dim=4, rope_dim=4, v_dim=4, positions='rope_interleaved', experts=4, experts_per_token=2,
+    shared_experts=1, first_dense=1,
+)  # fmt: skip
+
+
 class In:
-    """One file of a folder, written anew for each execution."""
+    """One file of a folder, written anew for each execution: in place, since a file system may wait for the disk where one is cut to 0."""
 
     def __init__(self, folder, name, parse):
         self.path, self.parse = folder / name, parse
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
 
     def __call__(self, data):
-        self.path.write_bytes(data)
+        with self.path.open('r+b', buffering=0) as f:
+            f.write(data)
+            f.truncate()
         return self.parse(self.path)
+
+
+def weights(header, held=bytes(32)):
+    return struct.pack('<Q', len(header)) + header + held
+
+
+def read_weights(path):
+    return {name: np.array(entry.read()) for name, entry in safetensors.entries(path).items()}
+
+
+def indexed(folder):
+    """An index, beside the one file that it may name."""
+    parse = In(folder, f'weights/{safetensors.INDEX}', lambda p: safetensors.folder_entries(p.parent))
+    (folder / 'weights' / 'one.safetensors').write_bytes(weights(HEADER))
+    return INDEX, parse
+
+
+def hf(kind, folder, **fields):
+    """The config.json of a model of another project."""
+    family = families.FAMILIES[kind]
+    valid = {'model_type': kind} | family.write(ModelConfig(topology='pre', layers=2, width=16, heads=4, ffn=24, **fields))
+    parse = In(folder, f'{kind}/config.json', lambda p: huggingface._read(safetensors.read_json(p), p.parent))
+    return json.dumps(valid).encode(), parse
+
+
+def parquet():
+    out = io.BytesIO()
+    rows = {'n': list(range(40)), 'text': [f'some words {i % 7}' for i in range(40)]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), out, row_group_size=25)
+    return out.getvalue()
+
+
+def texts(path):
+    return [d.text for task in find(str(path)).tasks for piece in task for d in documents(piece, 'text')]
+
+
+def pieces():
+    """A SentencePiece model."""
+    out, lines = io.BytesIO(), ['the quick brown fox', 'jumps over the lazy dog'] * 9
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=out, vocab_size=60, model_type='bpe', minloglevel=2, normalization_rule_name='identity'
+    )
+    return out.getvalue()
 
 
 def sealed(folder):
@@ -75,17 +141,34 @@ def targets(folder):
         'metrics': (ROWS, lambda data: parse_rows(data.decode('utf-8', 'replace'), 'metrics')),
         'metrics.jsonl': (ROWS, In(folder, 'metrics.jsonl', read_rows)),
         'outcome.json': (OUTCOME, In(folder, 'out/outcome.json', lambda p: read_outcome(p.parent))),
+        'time.json': (TIME, In(folder, 'time.json', kept_book)),
         'position': (POSITION, lambda data: Position.from_meta(parse_json(data, 'meta'))),
         'manifest': (sealed(folder), In(folder, f'step/{manifest.NAME}', lambda p: manifest.faults(p.parent))),
         'meta.json': (META, In(folder, 'prepared/meta.json', lambda p: data_meta.read_meta(p.parent))),
         'jsonl': (JSONL, In(folder, 'x.jsonl', lambda p: [d.text for d in documents(Piece('jsonl', str(p), 0, -1, 0, 1 << 20), 'text')])),
         'tokenizer.json': (TOKENIZER, In(folder, 'tok/tokenizer.json', lambda p: load_tokenizer(str(p)).encode('a b'))),
-        'tokenizer_config.json': (b'{"eos_token": {"content": "</s>"}}', In(folder, 'tok/tokenizer_config.json', tokenizer_beside)),
+        'tokenizer_config.json': (b'{"eos_token": {"content": "</s>"}}', In(folder, 'beside/tokenizer_config.json', tokenizer_beside)),
+        'tokenizer.model': (pieces(), In(folder, 'tok/tokenizer.model', lambda p: load_tokenizer(str(p)).encode('the fox'))),
+        'parquet': (parquet(), In(folder, 'x.parquet', texts)),
+        'safetensors': (weights(HEADER), In(folder, 'x.safetensors', read_weights)),
+        'safetensors header': (HEADER, In(folder, 'y.safetensors', read_weights)),
+        'safetensors index': indexed(folder),
+        'hf llama': hf('llama', folder),
+        'hf deepseek_v3': hf('deepseek_v3', folder, **DEEPSEEK),
     }
 
 
+def kept_book(path):
+    """No run hangs on time.json: one that makes no sense is begun anew."""
+    book, before = Ledger(path.parent), ledger.read(path.parent)
+    book.save()
+    if before is None:
+        raise BadData('begun anew')
+
+
 def tokenizer_beside(path):
-    (path.parent / 'tokenizer.json').write_bytes(TOKENIZER)
+    if not (path.parent / 'tokenizer.json').exists():
+        (path.parent / 'tokenizer.json').write_bytes(TOKENIZER)
     return load_tokenizer(str(path.parent / 'tokenizer.json')).eos
 
 
@@ -94,8 +177,8 @@ PIECES += b'1e999 -1 NaN Infinity null true \x00 \xff\xfe \xef\xbb\xbf "" [] {} 
 
 
 def mutate(draw, data, depth=0):
-    """Bytes near valid ones: flips, cuts, repeats, foreign pieces; or a JSON value within, exchanged."""
-    kind = draw.randrange(7)
+    """Bytes near valid ones: flips, cuts, repeats, foreign pieces; or, in a line of JSON, a value within, exchanged."""
+    kind = draw.randrange(7 if data[:1] == b'{' else 5)
     if kind == 0 and data:
         i = draw.randrange(len(data))
         data = data[:i] + bytes([data[i] ^ 1 << draw.randrange(8)]) + data[i + 1 :]
@@ -112,9 +195,12 @@ def mutate(draw, data, depth=0):
         data = data[:i] + draw.choice(PIECES) + data[i:]
     else:
         with contextlib.suppress(ValueError, RecursionError):
-            tree = json.loads(data)
+            lines = data.split(b'\n')
+            i = draw.randrange(len(lines))
+            tree = json.loads(lines[i])
             exchange(draw, tree)
-            data = json.dumps(tree).encode()
+            lines[i] = json.dumps(tree).encode()
+            data = b'\n'.join(lines)
     return mutate(draw, data, depth + 1) if depth < 4 and draw.random() < 0.3 and len(data) < 1 << 16 else data
 
 
@@ -132,14 +218,25 @@ def exchange(draw, tree):
         tree = tree[key]
 
 
+# Of 1000 executions: the parsers that take longest get the fewest.
+SHARES = {
+    'metrics': 170, 'jsonl': 150, 'safetensors': 120, 'safetensors header': 120, 'position': 100, 'safetensors index': 80,
+    'outcome.json': 60, 'metrics.jsonl': 50, 'manifest': 40, 'tokenizer_config.json': 25, 'tokenizer.json': 20, 'meta.json': 20,
+    'hf llama': 10, 'hf deepseek_v3': 10, 'config': 5, 'config.json': 5, 'time.json': 10, 'tokenizer.model': 3, 'parquet': 2,
+}  # fmt: skip
+
+
 def fuzz(name, count, folder):
+    """How many of the executions gave a value, and by how much the peak of memory grew."""
     valid, parse = targets(folder)[name]
+    if name == 'safetensors header':
+        of_file, parse = parse, lambda header: of_file(weights(header))
     parse(valid)  # so that what follows is near something that is right
     draw, good = random.Random(f'{SEED} {name}'), 0
     begun_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for i in range(count):
         data = mutate(draw, valid)
-        begun = time.perf_counter()
+        begun = time.process_time()
         try:
             parse(data)
             good += 1
@@ -147,37 +244,32 @@ def fuzz(name, count, folder):
             assert str(e)
         except BaseException as e:
             raise AssertionError(f'{name}, execution {i}, seed {SEED}: {type(e).__name__}: {e}\n{data[:2000]!r}') from e
-        taken = time.perf_counter() - begun
+        taken = time.process_time() - begun
         assert taken < SLOWEST_S, f'{name}, execution {i}: {taken:.1f} s\n{data[:2000]!r}'
     grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun_kb) / 1024
     assert grown_mb < MOST_MB, f'{name}: {grown_mb:.0f} MB'
     assert 0 < good < count  # neither all nor none are valid: the mutations are near the edge
-    return good
+    return good, grown_mb
 
 
-QUICK = {'config': 500, 'config.json': 200, 'meta.json': 400, 'tokenizer.json': 300, 'tokenizer_config.json': 100, 'manifest': 400}
-NAMES = [
-    'config', 'config.json', 'metrics', 'metrics.jsonl', 'outcome.json', 'position', 'manifest', 'meta.json', 'jsonl', 'tokenizer.json',
-    'tokenizer_config.json',
-]  # fmt: skip
-
-
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', SHARES)
 def test_mutated_files(name, tmp_path):
-    fuzz(name, QUICK.get(name, 1000), tmp_path)
+    fuzz(name, max(200, 5 * SHARES[name]), tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', SHARES)
 def test_many_mutated_files(name, tmp_path, capsys):
-    count = int(os.environ.get('FUZZ_EXECUTIONS', 100_000))
-    begun = time.perf_counter()
-    good = fuzz(name, count, tmp_path)
+    count = int(os.environ.get('FUZZ_EXECUTIONS', 10_000_000)) * SHARES[name] // 1000
+    begun = time.process_time()
+    good, grown_mb = fuzz(name, count, tmp_path)
+    speed = count / (time.process_time() - begun)
     with capsys.disabled():
-        print(
-            f'\n{name}: {count:,} executions, seed {SEED}, {good:,} valid, {count / (time.perf_counter() - begun):,.0f} a second',
-            flush=True,
-        )
+        print(f'\n{name}: {count:,} executions, seed {SEED}, {good:,} valid, {speed:,.0f} a second, +{grown_mb:.0f} MB', flush=True)
+
+
+def test_every_parser_has_its_share(tmp_path):
+    assert targets(tmp_path).keys() == SHARES.keys() and sum(SHARES.values()) == 1000
 
 
 def test_a_file_that_is_too_long_is_refused_without_being_read(tmp_path):

@@ -312,3 +312,30 @@ def test_the_harness_own_backend_agrees(topology, tmp_path, files, monkeypatch):
             np.testing.assert_allclose(np.array(a, float), np.array(b, float), rtol=1e-5, atol=1e-5)
         numbers = {k: v for k, v in hers[0].items() if ',' in k and 'stderr' not in k}
         assert numbers == pytest.approx({k: mine[0][k] for k in numbers}, rel=1e-4) and numbers
+
+
+@pytest.mark.full
+def test_two_processes_evaluate_as_one(tmp_path, files, capsys, monkeypatch):
+    """By document, strided, and all three kinds of request: what one process with eight devices says, and one of the two says it."""
+    from test_distributed import SHORT, Two
+
+    monkeypatch.setenv('HF_DATASETS_CACHE', str(tmp_path / 'arrow'))
+    two = Two(tmp_path, 'two', 'fsdp_tensor', SHORT)
+    assert two.start().ended(180) == [0, 0], two.said()
+    mesh = ['--mesh.fsdp', '4', '--mesh.tensor', '2']
+    for asked in (['--protocol', 'documents'], ['--protocol', 'strided', '--stride', '5'], ['--tasks', *files.values()]):
+        two.args = ['eval', str(two.folder), *mesh, '--tokens', '200', *asked, '--json']
+        two.args = [word for word in two.args if '--tasks' not in asked or word not in ('--tokens', '200')]
+        assert two.start().ended(180) == [0, 0], two.said()
+        found = json.loads((tmp_path / 'out0').read_text())
+        assert (tmp_path / 'out1').read_text() == ''
+        assert cli.main(two.args) == 0
+        alone = json.loads(capsys.readouterr().out)
+        numbers = lambda tree: {k: v for k, v in tree.items() if isinstance(v, float)}  # noqa: E731
+        if '--tasks' in asked:
+            assert list(found['tasks']) == list(TASKS)
+            for name, task in alone['tasks'].items():
+                assert found['tasks'][name]['metrics'] == pytest.approx(task['metrics'], rel=1e-5), name
+                assert found['tasks'][name]['truncated'] == task['truncated']
+        else:
+            assert numbers(found) == pytest.approx(numbers(alone), rel=1e-5) and found['text_alone'] == pytest.approx(alone['text_alone'])

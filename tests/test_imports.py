@@ -16,8 +16,8 @@ ORDER = (
     'errors fields json_file manifest chips topology parametrization model_config config resume load initializers sharding rollcall launch '
     'distributed watchdog embedding blocked_attention attention cache layers streams dispatch mla moe model loss optim data step program '
     'layout checkpoint track nonfinite plot rundir restart host ledger train likelihood '
-    'diagnostics theory hlo plan search report stats bench figures experiment sweep launchers interop compare catalog audit doctor '
-    'score generate harness gallery page diagnose progress worker results_page commands cli __main__ __init__ '
+    'diagnostics theory hlo plan search report stats bench figures experiment sweep launchers interop compare catalog sketch diagram audit '
+    'doctor score generate harness gallery page diagnose progress worker results_page commands cli __main__ __init__ '
 ).split()
 CORE = ORDER[: ORDER.index('loss') + 1]
 CORE_LIBRARIES = {'jax', 'flax', 'jaxtyping', 'numpy'}

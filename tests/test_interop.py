@@ -1,7 +1,9 @@
 """Hugging Face folders: other projects' numbers, byte-identical round trips, what is refused, torch (where it is installed), commands."""
 
 import json
+import resource
 import struct
+import time
 
 import golden_maps as maps
 import jax
@@ -284,11 +286,77 @@ def test_damaged_files(exported):
         load_hf(folder)
 
 
-@pytest.mark.parametrize('file', ['../secret.safetensors', '/etc/passwd', 'a/b.safetensors', 'weights.bin', '..', ''])
+LONG = 'x' * 300 + '.safetensors'
+
+
+@pytest.mark.parametrize(
+    'file', ['../secret.safetensors', '/etc/passwd', 'a/b.safetensors', 'weights.bin', '..', '', 'x\0.safetensors', LONG]
+)
 def test_an_index_cannot_reach_out_of_its_folder(file, exported):
     folder = exported()
     (folder / INDEX).write_text(json.dumps({'weight_map': {'model.norm.weight': file}}))
     with pytest.raises(BadData, match='the name of a .safetensors file beside it'):
+        load_hf(folder)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'model_type': ['llama']}, 'is not read here'),
+        ({'num_attention_heads': 0, 'head_dim': None}, 'cannot be read'),
+        ({'rms_norm_eps': 10**400}, 'cannot be read'),
+        ({'num_hidden_layers': 2**31 - 1}, 'says 2147483647 layers, the weights are'),
+        ({'num_attention_heads': 2**29, 'num_key_value_heads': 1}, 'heads of 6, the weights are'),
+    ],
+)
+def test_a_config_that_lies_is_answered_at_once(change, message, exported):
+    """In a second and a few MB, not after listing what it says."""
+    folder = exported()
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps(config | change))
+    begun, held = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=message):
+        load_hf(folder)
+    assert time.process_time() - begun < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 64 * 1024
+
+
+def test_a_config_of_endless_experts(tmp_path):
+    save_hf(example('deepseek_v3'), random_params(example('deepseek_v3')), tmp_path / 'new', model_type='deepseek_v3')
+    config = json.loads((tmp_path / 'new' / 'config.json').read_text())
+    (tmp_path / 'new' / 'config.json').write_text(json.dumps(config | {'n_routed_experts': 2**30}))
+    with pytest.raises(BadData, match='layers of 1073741824 experts, the weights are'):
+        load_hf(tmp_path / 'new')
+
+
+def test_headers_that_lie_are_answered_at_once(exported):
+    folder = exported()
+
+    def refused(header, message):
+        text = json.dumps(header).encode()
+        (folder / WHOLE).write_bytes(struct.pack('<Q', len(text)) + text)
+        begun = time.process_time()
+        with pytest.raises(BadData, match=message) as e:
+            load_hf(folder)
+        assert time.process_time() - begun < 5 and len(str(e.value)) < 2000
+
+    whole = {'dtype': 'F32', 'data_offsets': [0, 0]}
+    refused({'a': whole | {'shape': [2**62] * 200_000}}, 'has shape')  # a product of 12 million bits
+    refused({'a': whole | {'shape': [1 << 4000]}}, 'has shape')
+    refused({'a': whole | {'shape': [True, 0]}}, 'has shape')
+    refused({'a' * 100_000: whole | {'shape': [3]}}, 'of shape')
+    refused({'a': whole | {'dtype': ['F32'] * 9999, 'shape': [0]}}, 'unhashable')
+    held = load_file(exported() / WHOLE)
+    save_file(held | {f'model.layers.{"9" * 5000}.x': np.zeros(1, np.float32)}, folder / WHOLE)
+    with pytest.raises(BadData, match='has 1 weights that no part'):
+        load_hf(folder)
+
+
+def test_json_that_is_too_long_is_not_read(exported):
+    folder = exported()
+    with (folder / INDEX).open('wb') as f:
+        f.truncate(1 << 40)
+    with pytest.raises(BadData, match='longer than 64 MiB'):
         load_hf(folder)
 
 

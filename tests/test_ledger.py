@@ -1,5 +1,8 @@
 """Time by cause, on a clock of our own; restarts, crashes and rollbacks; the words of the summary; a trace read back."""
 
+import json
+import math
+
 import jax
 import pytest
 from fakes import TINY, FakeCorpus
@@ -7,7 +10,7 @@ from test_train import Poisoned
 
 from spannorm_jax import cli, ledger, program, score
 from spannorm_jax.config import edit
-from spannorm_jax.ledger import CAUSES, Ledger, goodput, read
+from spannorm_jax.ledger import CAUSES, COUNTS, Ledger, goodput, read
 from spannorm_jax.train import fit
 
 
@@ -69,7 +72,10 @@ def test_what_is_thrown_away_is_lost(tmp_path, clock):
     assert (again.seconds['step'], again.seconds['lost'], again.steps, again.reached) == (60, 57, 6, 7)
 
 
-@pytest.mark.parametrize('text', ['', '[]', '{"seconds": 3}', '{"seconds": {}, "steps": 1}', '{"seconds": {"step": "x"}}'])
+ENDLESS = json.dumps(dict.fromkeys(COUNTS, 10**400) | {'seconds': {'step': math.inf}})
+
+
+@pytest.mark.parametrize('text', ['', '[]', '{"seconds": 3}', '{"seconds": {}, "steps": 1}', '{"seconds": {"step": "x"}}', ENDLESS])
 def test_a_file_that_cannot_be_read_is_begun_anew(text, tmp_path):
     (tmp_path / 'time.json').write_text(text)
     assert read(tmp_path) is None and Ledger(tmp_path).starts == 1

@@ -17,8 +17,8 @@ from spannorm_jax.step import leaf_names
 from spannorm_jax.topology import TOPOLOGIES
 from spannorm_jax.train import fit
 
-pytestmark = pytest.mark.reliability
-CFG = edit(TINY, {'run.eval_every': 0, 'run.checkpoint_every': 3, 'run.steps': 7})
+pytestmark = [pytest.mark.reliability, pytest.mark.usefixtures('compiled_once')]
+CFG = edit(TINY, {'model.layers': 1, 'run.eval_every': 0, 'run.checkpoint_every': 3, 'run.steps': 7})
 
 
 @jax.custom_vjp

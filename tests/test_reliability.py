@@ -5,15 +5,13 @@ faults, and random points and moments, at least KILLS of them, of runs of one pr
 the count are printed.
 """
 
+import collections
 import json
 import os
 import pathlib
 import random
-import select
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -21,7 +19,7 @@ import numpy as np
 import pytest
 from test_distributed import free_port
 from test_resume import arrays, rows_of
-from victim import POINTS
+from victim import ONCE, POINTS, Victim
 
 from spannorm_jax import manifest
 
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.reliability
 KILLS = int(os.environ.get('RELIABILITY_KILLS', 200))
 SEED = int(os.environ.get('RELIABILITY_SEED', 20261130))
 STEPS = 10
-WAIT_S = 240.0
+LOST_S = 30
 SMALL = {
     'model.vocab': 257, 'model.dropout': 0.1, 'data.seq': 16, 'run.steps': STEPS,
     'run.checkpoint_every': 2, 'run.eval_every': 4, 'run.eval_tokens': 300, 'run.keep': 1,
@@ -46,72 +44,6 @@ MODELS = {
     'dense': {'model.topology': 'pre', 'model.layers': 1},
     'moe': {'model.topology': 'peri', 'model.layers': 2, 'model.experts': 4, 'model.first_dense': 1},
 }
-
-
-class Victim:
-    """One process that trains when told to, and is killed when it has come far enough."""
-
-    def __init__(self, mark):
-        self.mark = pathlib.Path(mark)
-        folder = pathlib.Path(__file__).parent
-        env = os.environ | {'PYTHONPATH': f'{folder.parent}{os.pathsep}{os.environ.get("PYTHONPATH", "")}', 'PYTHONWARNINGS': 'ignore'}
-        self.process = subprocess.Popen(
-            [sys.executable, str(folder / 'victim.py')],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        self.pid = None
-
-    def start(self, config, at=None, fault=None, env=None):
-        if self.pid is not None:  # a test that failed left it
-            self.kill(signal.SIGKILL)
-            self.end()
-        self.mark.unlink(missing_ok=True)
-        order = {'config': config, 'at': at, 'fault': fault, 'env': env or {}, 'mark': str(self.mark)}
-        self.process.stdin.write(json.dumps(order) + '\n')
-        self.process.stdin.flush()
-        self.pid = self.read('pid')
-
-    def read(self, word):
-        said, number = self.process.stdout.readline().split()
-        assert said == word
-        return int(number)
-
-    def kill(self, number):
-        os.kill(self.pid, number)  # or its zombie, which its parent keeps until the next order
-
-    def gone(self):
-        return select.select([self.process.stdout], [], [], 0)[0] != []
-
-    def signal_at_mark(self, number):
-        """Send it once the run is where it should be; False where it ended before it got there."""
-        deadline = time.monotonic() + WAIT_S
-        while not self.mark.exists():
-            if self.gone():
-                return False
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.005)
-        self.kill(number)
-        return True
-
-    def end(self):
-        code, self.pid = self.read('end'), None
-        return code
-
-    def said(self):
-        log = pathlib.Path(f'{self.mark}.log')
-        return log.read_text() if log.exists() else ''
-
-    def close(self):
-        if self.pid is not None:
-            self.kill(signal.SIGKILL)
-        self.process.stdin.close()
-        self.process.wait(60)
-        self.process.stdout.close()
-        self.process.stderr.close()
 
 
 @pytest.fixture(scope='module')
@@ -198,8 +130,8 @@ def test_a_store_that_cannot_be_written(tmp_path, text, victim, straight, fault,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('fault', ['slow_store', 'clock_jumps'])
-def test_a_slow_store_and_a_jumping_clock_change_nothing(tmp_path, text, victim, straight, fault):
+@pytest.mark.parametrize('fault', ['slow_store', 'clock_jumps', 'deaf'])
+def test_a_slow_store_a_jumping_clock_and_a_log_that_nobody_reads_change_nothing(tmp_path, text, victim, straight, fault):
     victim.start(config(text, tmp_path / 'run'), fault=fault)
     assert victim.end() == 0, victim.said()
     same(straight, tmp_path / 'run')
@@ -208,9 +140,9 @@ def test_a_slow_store_and_a_jumping_clock_change_nothing(tmp_path, text, victim,
 @pytest.mark.full
 def test_a_run_that_hangs_says_where_and_ends_with_71(tmp_path, text, victim, straight):
     folder = tmp_path / 'run'
-    victim.start(config(text, folder, **{'run.hang_s': 3.0}), fault='hang')
+    victim.start(config(text, folder, **{'run.hang_s': 15.0}), fault='hang')
     assert victim.end() == 71, victim.said()
-    assert 'no sign of life for 3 s (run.hang_s) since' in victim.said() and 'in stuck' in (folder / 'hang.txt').read_text()
+    assert 'no sign of life for 15 s (run.hang_s) since' in victim.said() and 'in stuck' in (folder / 'hang.txt').read_text()
     assert json.loads((folder / 'outcome.json').read_text())['status'] == 'failed'
     victim.start(config(text, folder))
     assert victim.end() == 0, victim.said()
@@ -234,69 +166,107 @@ def test_signals_while_the_step_compiles_and_while_data_is_awaited(tmp_path, tex
     same(straight, folder)
 
 
-def kill_at_random(draw, victims, configs, folder):
-    """One start that ends by a signal, or by itself before the signal comes; how it ended."""
-    point, number = draw.choice([*POINTS, None, None]), draw.choice([signal.SIGKILL] * 3 + [signal.SIGTERM, signal.SIGUSR1])
-    hit = draw.choice(victims)
-    if len(victims) == 2:
-        address = f'localhost:{free_port()}'
+def start_all(victims, of, at=None, hit=None, fault=None, **env):
+    """One run of as many processes as there are victims; `hit` comes to the point `at`, or has the fault."""
+    address = f'localhost:{free_port()}'
     for i, v in enumerate(victims):
-        env = {} if len(victims) == 1 else {
-            'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': '2', 'JAX_PROCESS_ID': str(i), 'SPANNORM_LOST_S': '10'
-        }  # fmt: skip
-        v.start(configs, at=[point, draw.randint(1, 3)] if point and v is hit else None, env=env)
+        place = {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': str(len(victims)), 'JAX_PROCESS_ID': str(i)}
+        place |= {'SPANNORM_LOST_S': str(LOST_S)} | env
+        mine = {'at': at, 'fault': fault} if v is hit else {}
+        v.start(of, **mine, env=place if len(victims) > 1 else {})
+
+
+@pytest.mark.full
+def test_a_process_of_two_that_is_missing_or_stuck(tmp_path, text):
+    """It is named, with the stated exit code, within the time that was set; afterwards the run goes on."""
+    pair = [Victim(tmp_path / f'here{i}') for i in range(2)]
+    of = {name: config(text, tmp_path / name, **{'mesh.devices': 2}) for name in ('straight', 'run')}
+    ended = lambda: [v.end() for v in pair]  # noqa: E731
+    try:
+        start_all(pair, of['straight'])
+        assert ended() == [0, 0], [v.said() for v in pair]
+
+        alone = {'JAX_COORDINATOR_ADDRESS': f'localhost:{free_port()}', 'JAX_NUM_PROCESSES': '2', 'SPANNORM_START_S': '3'}
+        for i, words in ((0, 'process 1 of 2 did not come within 3 s'), (1, 'process 0 did not answer at')):
+            pair[i].start(of['run'], env=alone | {'JAX_PROCESS_ID': str(i)})
+            assert pair[i].end() == 2 and words in pair[i].said(), pair[i].said()
+
+        for hit, other in (pair, pair[::-1]):
+            start_all(pair, of['run'], ['before a save', 2], hit, SPANNORM_LOST_S='15')
+            assert hit.signal_at_mark(signal.SIGSTOP)
+            code = other.end()
+            assert code == 75 or hit is pair[0] and code == -signal.SIGABRT, other.said()
+            assert f'process {pair.index(hit)} (host' in other.said() or code != 75, other.said()
+            hit.kill(signal.SIGKILL)
+            assert hit.end() == -signal.SIGKILL
+
+        start_all(pair, of['run'] | {'run.hang_s': 20.0}, hit=pair[1], fault='hang')
+        assert ended() == [71, 71] and 'in stuck' in pair[1].said(), [v.said() for v in pair]
+        assert committed(tmp_path / 'run')
+        start_all(pair, of['run'])
+        assert ended() == [0, 0], [v.said() for v in pair]
+        same(tmp_path / 'straight', tmp_path / 'run')
+    finally:
+        for v in pair:
+            v.close()
+
+
+def kill_at_random(draw, victims, of, folder):
+    """One start that a signal ends: SIGKILL at a named point or at any moment, or a signal that saves. (number, where); None where it came
+    too late."""
+    prepared = pathlib.Path(of['data.cache']).is_dir() and any(pathlib.Path(of['data.cache']).rglob('meta.json'))
+    points = [p for p in POINTS if not (prepared and p.startswith('prepare')) and (p != 'restore' or committed(folder))]
+    point, hit = draw.choice([*points, None, None, None]), draw.choice(victims)
+    number = signal.SIGKILL if point else draw.choice([signal.SIGKILL] * 3 + [signal.SIGTERM, signal.SIGUSR1])
+    start_all(victims, of, [point, 1 if point in ONCE else draw.randint(1, 2)] if point else None, hit)
     if point:
-        killed = hit.signal_at_mark(signal.SIGKILL)
+        sent = hit.signal_at_mark(number)
     else:
         deadline = time.monotonic() + draw.uniform(0.5, 8)
         while time.monotonic() < deadline and not hit.gone():
             time.sleep(0.01)
-        killed = not hit.gone()
-        if killed:
+        sent = not hit.gone()
+        if sent:
             hit.kill(number)
     codes = [v.end() for v in victims]
     for v, code in zip(victims, codes, strict=True):
         assert code in (0, 75, 130, -signal.SIGKILL, -signal.SIGABRT), (point, codes, v.said()[-3000:])
-    return killed, point or number.name
+    return number if sent else None, point or 'any moment'
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('processes, model, share', [(1, 'dense', 0.55), (1, 'moe', 0.3), (2, 'moe', 0.15)])
+@pytest.mark.parametrize('processes, model, share', [(1, 'dense', 0.4), (1, 'moe', 0.3), (2, 'dense', 0.15), (2, 'moe', 0.15)])
 def test_random_kills(tmp_path, text, processes, model, share, capsys):
     draw = random.Random(f'{SEED} {processes} {model}')
     victims = [Victim(tmp_path / f'here{i}') for i in range(processes)]
     more = {'mesh.devices': 2} if processes == 2 else {}
-    wanted, kills, runs, where = round(KILLS * share), 0, 0, {}
+    wanted, counts, runs, where = round(KILLS * share), collections.Counter(), 0, collections.Counter()
 
     def finish(folder):
-        address = f'localhost:{free_port()}'
-        for i, v in enumerate(victims):
-            env = {} if processes == 1 else {
-                'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': '2', 'JAX_PROCESS_ID': str(i), 'SPANNORM_LOST_S': '10'
-            }  # fmt: skip
-            v.start(config(text, folder, model, **more), env=env)
+        start_all(victims, config(text, folder, model, **more))
         assert [v.end() for v in victims] == [0] * processes, [v.said()[-3000:] for v in victims]
 
     try:
         finish(tmp_path / 'straight')
-        while kills < wanted:
+        while counts[signal.SIGKILL] < wanted:
             folder = tmp_path / f'run{runs}'
-            for _ in range(draw.randint(3, 8)):
+            for _ in range(draw.randint(5, 12)):
                 newest = max(committed(folder), default=0)
-                killed, how = kill_at_random(draw, victims, config(text, folder, model, **more), folder)
-                kills += killed
-                where[how] = where.get(how, 0) + killed
-                assert max(committed(folder), default=0) >= newest, f'lost at {how}'
-                if not killed and committed(folder) == [STEPS]:
+                number, at = kill_at_random(draw, victims, config(text, folder, model, **more), folder)
+                counts[number] += 1
+                where[at] += number == signal.SIGKILL
+                assert max(committed(folder), default=0) >= newest, f'lost at {at}'
+                if number is None and committed(folder) == [STEPS]:
                     break
             finish(folder)
             same(tmp_path / 'straight', folder)
             shutil.rmtree(folder)
             runs += 1
             with capsys.disabled():
-                print(f'\nseed {SEED}, {processes} process(es), {model}: {kills} kills over {runs} runs, none lost', flush=True)
+                said = f'{counts[signal.SIGKILL]} kills and {counts[signal.SIGTERM] + counts[signal.SIGUSR1]} signals over {runs} runs'
+                print(f'\nseed {SEED}, {processes} process(es), {model}: {said}, none lost', flush=True)
     finally:
         for v in victims:
             v.close()
     with capsys.disabled():
-        print(f'{where}')
+        print(dict(where))

@@ -23,7 +23,7 @@ from spannorm_jax.rundir import Position, spike_score
 from spannorm_jax.sharding import make_mesh
 from spannorm_jax.train import fit
 
-pytestmark = pytest.mark.reliability
+pytestmark = [pytest.mark.reliability, pytest.mark.usefixtures('compiled_once')]
 GOLDEN = sorted((pathlib.Path(__file__).parent / 'golden_checkpoints').glob('*.tar.xz'))
 CFG = edit(TINY, {'run.steps': 6, 'run.checkpoint_every': 2, 'run.eval_every': 0, 'model.layers': 1})
 

@@ -22,6 +22,7 @@ from spannorm_jax.errors import BadData, UserError
 from spannorm_jax.track import MetricsFile
 from spannorm_jax.train import fit
 
+pytestmark = pytest.mark.usefixtures('compiled_once')
 # An epoch is 10 rows, a batch 4: steps 3, 5 and 8 are the first of an epoch or cross its edge. Two micro-batches per step, and dropout.
 CFG = edit(TINY, {'run.steps': 9, 'optim.accumulate': 2, 'model.dropout': 0.2, 'run.checkpoint_every': 4, 'run.eval_every': 3})
 

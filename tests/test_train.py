@@ -24,6 +24,8 @@ from spannorm_jax.step import backward_order, evaluate, init_state, leaf_names, 
 from spannorm_jax.topology import TOPOLOGIES
 from spannorm_jax.train import fit
 
+pytestmark = pytest.mark.usefixtures('compiled_once')
+
 
 class Poisoned(LM):
     """A model whose features are NaN for a batch that holds POISON."""

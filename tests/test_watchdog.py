@@ -1,5 +1,6 @@
 """What keeps a run from waiting for ever, or from not hearing that it should end."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -10,8 +11,9 @@ import time
 
 import pytest
 
-from spannorm_jax import watchdog
+from spannorm_jax import cli, errors, watchdog
 from spannorm_jax.host import Interrupted, Signals, patiently
+from spannorm_jax.progress import Progress
 from spannorm_jax.watchdog import Watchdog
 
 pytestmark = pytest.mark.reliability
@@ -77,3 +79,43 @@ def test_a_wait_for_data_hears_a_signal_and_other_places_do_not_raise():
         time.sleep(0.01)  # here it is only noted
         with pytest.raises(Interrupted), signals.heard_at_once():  # one that came before counts too
             pytest.fail('went on')
+
+
+@contextlib.contextmanager
+def deaf():
+    """stderr, as Python's stream and as a file descriptor, is a pipe whose reader is gone."""
+    (end, begin), kept, before = os.pipe(), os.dup(2), sys.stderr
+    os.close(end)
+    os.dup2(begin, 2)
+    try:
+        with os.fdopen(begin, 'w', buffering=1) as sys.stderr:
+            yield
+    finally:
+        sys.stderr = before
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def test_nothing_ends_because_nobody_reads_what_it_says():
+    with deaf():
+        with pytest.raises(BrokenPipeError):
+            os.write(2, b'x')
+        errors.say('nobody hears this')
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)  # its handler says that it was heard
+            assert signals.seen
+        with Progress() as progress:
+            for step in (1, 2, 3):
+                progress('step', {'step': step, 'steps': 3, 'loss': 1.0})
+                progress('message', {'text': 'x' * 100_000})
+        assert cli.main(['train', 'no-such-config']) == 2
+        print('more', file=sys.stderr)  # as at the end of a program: Python's own flush must not change the exit code
+
+
+def test_an_exit_code_does_not_depend_on_who_reads_the_result(monkeypatch):
+    end, begin = os.pipe()
+    os.close(end)
+    with os.fdopen(begin, 'w') as stream:
+        monkeypatch.setattr(sys, 'stdout', stream)
+        monkeypatch.setattr(cli, 'dispatch', lambda argv: print('preempted at step 3') or 75)
+        assert cli.main([]) == 75

@@ -10,7 +10,9 @@ import json
 import os
 import pathlib
 import resource
+import select
 import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from spannorm_jax import checkpoint, cli, commands, manifest, nonfinite, progres
 from spannorm_jax.config import edit
 from spannorm_jax.data.prepare import _Shard
 
+WAIT_S = 600.0  # for a run to come to its point, on a machine that does much else
 here: list = []  # the mark, how many more times to pass, and the point that counts
 
 
@@ -111,6 +114,7 @@ POINTS = {
     'evaluation': within_evaluation,
     'before the outcome': lambda: before(rundir.Outcome, 'save'),
 }
+ONCE = ('prepare: before meta.json', 'compile', 'restore', 'before the outcome')  # a start comes to these no second time
 
 
 def disk_full():
@@ -133,6 +137,13 @@ def read_only():
     if os.getuid() == 0:
         os.setgid(65534)
         os.setuid(65534)
+
+
+def deaf():
+    """Whoever read stderr is gone."""
+    end, begin = os.pipe()
+    os.close(end)
+    os.dup2(begin, 2)
 
 
 def slow_store():
@@ -171,7 +182,7 @@ def slow_data():
     train.Feed.take = take
 
 
-FAULTS = {f.__name__: f for f in (disk_full, read_only, slow_store, clock_jumps, hang, slow_compile, slow_data)}
+FAULTS = {f.__name__: f for f in (disk_full, read_only, deaf, slow_store, clock_jumps, hang, slow_compile, slow_data)}
 
 
 def run(order) -> int:
@@ -180,6 +191,7 @@ def run(order) -> int:
     if order.get('env'):
         jax.config.update('jax_num_cpu_devices', 1)  # of each of several processes
     here[:] = [order['mark'], 0, None]
+    train.draw = lambda run: None  # the figure takes longer than the ten steps
     if order.get('at'):
         point, here[1] = order['at']
         POINTS[point]()
@@ -187,6 +199,73 @@ def run(order) -> int:
         FAULTS[order['fault']]()
     cli.dispatch = lambda argv: commands.train(SimpleNamespace(settings=edit(TINY, order['config']), profile=False))
     return cli.main([])
+
+
+class Victim:
+    """One process that trains when told to, and is killed when it has come far enough."""
+
+    def __init__(self, mark):
+        self.mark = pathlib.Path(mark)
+        folder = pathlib.Path(__file__).parent
+        env = os.environ | {'PYTHONPATH': f'{folder.parent}{os.pathsep}{os.environ.get("PYTHONPATH", "")}', 'PYTHONWARNINGS': 'ignore'}
+        self.process = subprocess.Popen(
+            [sys.executable, str(folder / 'victim.py')],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        self.pid = None
+
+    def start(self, config, at=None, fault=None, env=None):
+        if self.pid is not None:  # a test that failed left it
+            self.kill(signal.SIGKILL)
+            self.end()
+        self.mark.unlink(missing_ok=True)
+        pathlib.Path(f'{self.mark}.log').unlink(missing_ok=True)
+        order = {'config': config, 'at': at, 'fault': fault, 'env': env or {}, 'mark': str(self.mark)}
+        self.process.stdin.write(json.dumps(order) + '\n')
+        self.process.stdin.flush()
+        self.pid = self.read('pid')
+
+    def read(self, word):
+        said, number = self.process.stdout.readline().split()
+        assert said == word
+        return int(number)
+
+    def kill(self, number):
+        os.kill(self.pid, number)  # or its zombie, which its parent keeps until the next order
+
+    def gone(self):
+        return select.select([self.process.stdout], [], [], 0)[0] != []
+
+    def signal_at_mark(self, number):
+        """Send it once the run is where it should be; False where it ended before it got there."""
+        deadline = time.monotonic() + WAIT_S
+        while not self.mark.exists():
+            if self.gone():
+                return False
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.005)
+        self.kill(number)
+        return True
+
+    def end(self):
+        code, self.pid = self.read('end'), None
+        return code
+
+    def said(self):
+        log = pathlib.Path(f'{self.mark}.log')
+        return log.read_text() if log.exists() else ''
+
+    def close(self):
+        if self.pid is not None:
+            self.kill(signal.SIGKILL)
+        self.process.stdin.close()
+        self.process.wait(60)
+        self.process.stdout.close()
+        self.process.stderr.close()
 
 
 def main() -> None:

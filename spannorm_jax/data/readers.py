@@ -6,10 +6,12 @@ line or a line end where there is one, so that a file of any length is read with
 
 import gzip
 import io
+import itertools
 import json
 import os
+import reprlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -18,7 +20,7 @@ from spannorm_jax.errors import BadData, UserError
 
 DOCUMENT_BYTES = 1 << 20  # longer than any module of the standard library, so those stay whole
 RECORD_BYTES = 64 << 20  # a JSONL line, a Parquet value or a TFDS record above this is refused
-GROUP_BYTES = 2 << 30  # so is a Parquet row group with more text than this, which its reader may hold at once
+GROUP_BYTES = 2 << 30  # so is a larger row group of Parquet, which its reader may hold at once
 PACKED = ('.gz', '.zst')
 BOM = b'\xef\xbb\xbf'
 
@@ -185,12 +187,18 @@ def _count_lines(path: str, upto: int) -> int:
         return count
 
 
+def _some(names: Iterable[str]) -> str:
+    """Names for a message: a record may have a million of them."""
+    found = [reprlib.repr(name) for name in itertools.islice(names, 9)]
+    return ', '.join(found[:8] + ['...'] * (len(found) > 8)) or 'none'
+
+
 def _record(record: Any, text_field: str, where: Callable[[], str]) -> Iterator[Document]:
     """Documents of one record: its text field, cut when longer than DOCUMENT_BYTES."""
     if not isinstance(record, dict):
         raise BadData(f'{where()}: expected an object with the field {text_field!r}, got {type(record).__name__}')
     if text_field not in record:
-        raise BadData(f'{where()} has no field {text_field!r} (it has {", ".join(map(repr, record))}); set data.text_field')
+        raise BadData(f'{where()} has no field {text_field!r} (it has {_some(record)}); set data.text_field')
     text = record[text_field]
     try:
         data = text if isinstance(text, bytes) else text.encode('utf-8')
@@ -214,22 +222,22 @@ def parquet_file(path: str):
         raise UserError("reading Parquet needs pyarrow: pip install 'spannorm-jax[text]'") from None
     try:
         return parquet.ParquetFile(path, memory_map=False, buffer_size=1 << 20)
-    except (pyarrow.ArrowInvalid, OSError) as e:
+    except (pyarrow.ArrowException, OSError, ValueError) as e:
         raise BadData(f'{path!r} is not a Parquet file: {e}') from None
 
 
 def _parquet(piece: Piece, text_field: str) -> Iterator[Document]:
-    file = parquet_file(piece.path)
-    with file:
+    import pyarrow
+
+    with parquet_file(piece.path) as file:
         if text_field not in file.schema_arrow.names:
-            names = ', '.join(map(repr, file.schema_arrow.names))
-            raise BadData(f'{piece.path!r} has no column {text_field!r} (it has {names}); set data.text_field')
+            raise BadData(f'{piece.path!r} has no column {text_field!r} (it has {_some(file.schema_arrow.names)}); set data.text_field')
         for group in range(piece.lo, piece.hi):
-            columns = [file.metadata.row_group(group).column(i) for i in range(file.metadata.num_columns)]
-            size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field)
+            # Of all columns: asked for a single one of a damaged file, pyarrow ends the process.
+            size = file.metadata.row_group(group).total_byte_size
             if size > GROUP_BYTES:
                 where = f'{piece.path!r} row group {group}'
-                raise BadData(f'{where} holds {size >> 20} MiB of text; write row groups below {GROUP_BYTES >> 20} MiB')
+                raise BadData(f'{where} holds {size >> 20} MiB; write row groups below {GROUP_BYTES >> 20} MiB')
             row = 0
             try:
                 for batch in file.iter_batches(64, row_groups=[group], columns=[text_field], use_threads=False):
@@ -237,7 +245,7 @@ def _parquet(piece: Piece, text_field: str) -> Iterator[Document]:
                         place = f'{piece.path!r} row group {group} row {row}'
                         yield from _record({text_field: value.as_py()}, text_field, lambda place=place: place)
                         row += 1
-            except OSError as e:
+            except (pyarrow.ArrowException, OSError, ValueError) as e:
                 raise BadData(f'{piece.path!r} row group {group} after row {row} is damaged: {e}') from None
 
 

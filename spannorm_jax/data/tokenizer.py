@@ -7,6 +7,7 @@ a `bos` is a document's start and nothing else. A tokenizer without a BOS uses i
 import abc
 import hashlib
 import json
+import reprlib
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from spannorm_jax.errors import BadData, MissingInput, UserError
 from spannorm_jax.json_file import LARGE, read_bytes, read_json
 
 FILE_BYTES = 256 << 20  # the largest tokenizers in use have some 30 MB
+MOST_IDS = 1 << 22  # they have some 300,000 ids; what counts tokens has a number for each
 BYTES_FINGERPRINT = hashlib.sha256(b'256 bytes, separator 256').hexdigest()
 # Names that BOS and EOS go by when tokenizer_config.json is not there to tell; the first one present is taken.
 BOS_NAMES = ('<s>', '<|begin_of_text|>', '<bos>', '[BOS]', '<|startoftext|>')
@@ -69,16 +71,16 @@ class SentencePieceTokenizer(Tokenizer):
         data = read_bytes(path, FILE_BYTES)
         try:
             self.model = sentencepiece.SentencePieceProcessor(model_proto=data)
-        except (RuntimeError, ValueError) as e:
+            vocab = self.model.vocab_size()
+            self.pieces = [self._piece(i) for i in range(vocab)]
+            # Most models put a space before the first word of what they encode; decoding takes it off again.
+            self.dummy_prefix = self.pieces[self.model.encode('a')[0]].startswith(b' ')
+        except (RuntimeError, ValueError, LookupError) as e:
             raise BadData(f'{str(path)!r} is not a SentencePiece model: {e}') from None
         bos, eos = self.model.bos_id(), self.model.eos_id()
         if eos < 0:
             raise UserError(f'tokenizer {name!r} has no EOS symbol; train it with eos_id >= 0')
-        vocab = self.model.vocab_size()
         super().__init__(name, hashlib.sha256(data).hexdigest(), vocab, bos if bos >= 0 else eos, eos, {'tokenizer.model': path})
-        self.pieces = [self._piece(i) for i in range(vocab)]
-        # Most models put a space before the first word of what they encode; decoding takes it off again.
-        self.dummy_prefix = self.pieces[self.model.encode('a')[0]].startswith(b' ')
 
     def _piece(self, i: int) -> bytes:
         if self.model.is_control(i):
@@ -116,9 +118,12 @@ class HuggingFaceTokenizer(Tokenizer):
         bos, eos = self._special('bos_token', said, ids, BOS_NAMES), self._special('eos_token', said, ids, EOS_NAMES)
         if eos is None:
             raise UserError(f'tokenizer {name!r}: no EOS token found; name it in {str(config)!r} as "eos_token"')
+        vocab = max(ids.values()) + 1
+        if vocab > MOST_IDS:
+            raise BadData(f'{str(path)!r} has the id {vocab - 1}; more than {MOST_IDS} ids are not supported')
         digest = hashlib.sha256(data + json.dumps([bos, eos]).encode()).hexdigest()
         files = {'tokenizer.json': path} | ({config.name: config} if config.is_file() else {})
-        super().__init__(name, digest, max(ids.values()) + 1, eos if bos is None else bos, eos, files)
+        super().__init__(name, digest, vocab, eos if bos is None else bos, eos, files)
 
     @staticmethod
     def _special(key: str, said: dict[str, str], ids: dict[str, int], names: tuple[str, ...]) -> int | None:
@@ -126,7 +131,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids[found[0]] if found else None
 
     def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self.model.encode(text, add_special_tokens=False).ids, np.int64)
+        try:
+            return np.asarray(self.model.encode(text, add_special_tokens=False).ids, np.int64)
+        except Exception as e:  # again a bare one, as where a model names an unknown token that it does not have
+            raise BadData(f'tokenizer {self.name!r} cannot encode {reprlib.repr(text)}: {e}') from None
 
     def decode_bytes(self, ids) -> bytes:
         keep = [i for i in np.asarray(ids).tolist() if i not in (self.bos, self.eos)]

@@ -1,7 +1,9 @@
 """A folder as Hugging Face lays it out (config.json, model.safetensors or shards of it, tokenizer files) <-> a model of ours."""
 
 import json
+import math
 import re
+import reprlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,8 +40,9 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
     folder = Path(folder)
     config = read_json(folder / 'config.json')
     cfg, layout = _read(config, folder)
-    where = names.places(cfg, layout)
     there = folder_entries(folder)
+    _check_size(cfg, there, folder)
+    where = names.places(cfg, layout)
     _check(cfg, where, there, folder, config)
 
     def weight(name: str) -> np.ndarray:
@@ -49,8 +52,7 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def _read(config: dict[str, Any], folder: Path) -> tuple[ModelConfig, names.Layout]:
-    kind = config.get('model_type')
-    path = folder / 'config.json'
+    kind, path = config.get('model_type'), folder / 'config.json'
     if kind == OWN:
         if config.get('format') != FORMAT:
             raise BadData(f'{str(path)!r} has format {config.get("format")!r}, this package reads {FORMAT}: upgrade spannorm_jax')
@@ -58,14 +60,26 @@ def _read(config: dict[str, Any], folder: Path) -> tuple[ModelConfig, names.Layo
             return from_dict(ModelConfig, config.get('spannorm')), remote.LAYOUT
         except UserError as e:
             raise BadData(f'{str(path)!r}: {e}') from None
-    if kind not in families.FAMILIES:
-        raise UserError(f'{str(path)!r}: model_type {kind!r} is not read here; {nearest(str(kind), [*families.FAMILIES, OWN])}')
+    if not isinstance(kind, str) or kind not in families.FAMILIES:
+        known = nearest(str(kind)[:80], [*families.FAMILIES, OWN])
+        raise UserError(f'{str(path)!r}: model_type {reprlib.repr(kind)} is not read here; {known}')
     try:
         return families.read_config(config), families.FAMILIES[kind].layout()
     except UserError as e:
         raise UserError(f'{path}: {e}') from None
-    except (TypeError, ValueError, AttributeError) as e:  # a value of another type than transformers would write
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as e:  # a value of another type than transformers would write
         raise BadData(f'{str(path)!r} cannot be read: {e}') from None
+
+
+def _check_size(cfg: ModelConfig, there: dict[str, Entry], folder: Path) -> None:
+    """The weights could be those of this model. All its names and rows are listed next, which a few digits can make endless."""
+    arrays, numbers = len(there), sum(math.prod(entry.shape) for entry in there.values())
+    if cfg.layers + (cfg.layers - cfg.first_dense) * cfg.experts > arrays:
+        said = f'{cfg.layers} layers' + f' of {cfg.experts} experts' * bool(cfg.experts)
+        raise BadData(f'{str(folder)!r}: config.json says {said}, the weights are {arrays} arrays')
+    wide = max(cfg.resolved_head_dim, cfg.value_dim)
+    if cfg.heads * wide > numbers:
+        raise BadData(f'{str(folder)!r}: config.json says {cfg.heads} heads of {wide}, the weights are {numbers} numbers')
 
 
 def _check(cfg: ModelConfig, where: dict[str, names.Place], there: dict[str, Entry], folder: Path, config: dict[str, Any]) -> None:
@@ -86,7 +100,7 @@ def _check(cfg: ModelConfig, where: dict[str, names.Place], there: dict[str, Ent
     mtp = config.get('num_nextn_predict_layers') or config.get('num_mtp_layers') or 0  # modules that only guess further tokens
 
     def idle(name: str) -> bool:
-        layer = re.match(r'model\.layers\.(\d+)\.', name)
+        layer = re.match(r'model\.layers\.([0-9]{1,9})\.', name)
         return name.endswith('rotary_emb.inv_freq') or bool(layer) and cfg.layers <= int(layer[1]) < cfg.layers + mtp
 
     if left := sorted(name for name in set(there) - set(wanted) if not idle(name)):

@@ -5,6 +5,8 @@ Source: the format's description, github.com/huggingface/safetensors.
 
 import json
 import math
+import re
+import reprlib
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +15,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from spannorm_jax import json_file
 from spannorm_jax.errors import BadData, MissingInput
 
 DTYPES: dict[str, Any] = {
     'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16, 'I64': np.int64, 'I32': np.int32, 'BOOL': np.bool_,
 }  # fmt: skip
 MOST_HEADER = 100 << 20  # bytes; what the format's own reader allows
+MOST_AXES = 32  # numbers of a shape are multiplied, and a header has room for a million
 INDEX = 'model.safetensors.index.json'
 WHOLE = 'model.safetensors'
 
@@ -59,13 +63,14 @@ def entries(path: Path) -> dict[str, Entry]:
 
 
 def _entry(path: Path, start: int, size: int, name: str, facts: Any) -> Entry:
+    said, short = reprlib.repr(name), reprlib.repr
     if facts['dtype'] not in DTYPES:
-        raise ValueError(f'{name!r} is of dtype {facts["dtype"]}, expected one of {", ".join(DTYPES)}')
+        raise ValueError(f'{said} is of dtype {short(facts["dtype"])}, expected one of {", ".join(DTYPES)}')
     dtype, shape, (lo, hi) = DTYPES[facts['dtype']], tuple(facts['shape']), facts['data_offsets']
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, lo, hi)):
-        raise ValueError(f'{name!r} has shape {shape} at {lo} to {hi}')
+    if len(shape) > MOST_AXES or not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, lo, hi)):
+        raise ValueError(f'{said} has shape {short(shape)} at {short(lo)} to {short(hi)}')
     if hi - lo != math.prod(shape) * np.dtype(dtype).itemsize or start + hi > size:
-        raise ValueError(f'{name!r} of shape {shape} lies at {lo} to {hi} of {size - start} bytes')
+        raise ValueError(f'{said} of shape {shape} lies at {lo} to {hi} of {size - start} bytes')
     return Entry(path, start + lo, shape, dtype)
 
 
@@ -83,23 +88,21 @@ def folder_entries(folder: Path) -> dict[str, Entry]:
         raise BadData(f'{str(index)!r} has no weight_map of names to files')
     shards = {}
     for file in dict.fromkeys(where.values()):
-        if file != Path(file).name or not file.endswith('.safetensors'):
-            raise BadData(f'{str(index)!r} names {file!r}; expected the name of a .safetensors file beside it')
+        if not re.fullmatch(r'[\w.-]{1,200}\.safetensors', file, re.ASCII):
+            raise BadData(f'{str(index)!r} names {reprlib.repr(file)}; expected the name of a .safetensors file beside it')
         shards[file] = entries(folder / file)
     for name, file in where.items():
         if name not in shards[file]:
-            raise BadData(f'{str(index)!r} says that {name!r} is in {file!r}, where it is not')
+            raise BadData(f'{str(index)!r} says that {reprlib.repr(name)} is in {file!r}, where it is not')
     return {name: shards[file][name] for name, file in where.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises: MissingInput, BadData."""
     try:
-        tree = json.loads(path.read_text('utf-8'))
+        tree = json_file.read_json(path, json_file.LARGE)  # an index has a line per weight
     except FileNotFoundError:
         raise MissingInput(f'{str(path)!r} does not exist') from None
-    except (ValueError, RecursionError) as e:
-        raise BadData(f'{str(path)!r} is not JSON: {e}') from None
     if not isinstance(tree, dict):
         raise BadData(f'{str(path)!r} is a {type(tree).__name__}, expected an object')
     return tree
