@@ -94,8 +94,7 @@ def stepper(lm: LM, s: Sampling, vocab: int, mesh: jax.sharding.Mesh | None = No
         logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1]) < vocab, logits_BV, -jnp.inf)  # ids that the tokenizer does not have
         return extras['cache'], draw(logits_BV, s, jax.random.fold_in(key, i)).astype(jnp.int32)[:, None]
 
-    places = {} if mesh is None else {'out_shardings': (None, replicated(mesh))}
-    return jax.jit(step, donate_argnums=1, **places)
+    return jax.jit(step, donate_argnums=1, out_shardings=None if mesh is None else (None, replicated(mesh)))
 
 
 def side_by_side(ids: Sequence[Sequence[int]], T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

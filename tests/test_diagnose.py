@@ -188,6 +188,7 @@ def test_runs_and_configs_from_the_command_line(tmp_path, trained, monkeypatch, 
         f'def get():\n    return from_dict(Config, json.loads({json.dumps(json.dumps(to_dict(cfg)))}))\n'
     )
     command = ['diagnose', 'a', 'b', 'mine.py', '--only', 'history', 'similarity', 'position', '--dir', 'out', '--rows', '3', '--json']
+    command += ['--data.seq', '12']  # a field of all three
     assert cli.main(command) == 0
     found = json.loads(capsys.readouterr().out)
     assert json.loads((tmp_path / 'out/diagnostics.json').read_text()) == found
@@ -202,10 +203,11 @@ def test_runs_and_configs_from_the_command_line(tmp_path, trained, monkeypatch, 
     history = found['diagnostics']['history']
     assert history[0]['steps'] == [1, 2] and history[1]['steps'] == [2] and history[2] == {}
     np.testing.assert_allclose(history[0]['rms'], [[0, 0], [1, 2]])
+    assert [len(run['loss']) for run in found['diagnostics']['position']] == [12] * 3
     np.testing.assert_allclose(np.diag(found['diagnostics']['similarity'][1]['cosine']), 1, rtol=1e-5)
 
     params = LM(cfg.model).init(jax.random.key(7))
-    batch = next(iter(open_data(cfg.data).eval_batches('validation', 3, 16, 48).batches()))
+    batch = next(iter(open_data(cfg.data).eval_batches('validation', 3, 12, 36).batches()))
     logp = jax.nn.log_softmax(jax.jit(LM(cfg.model).apply)(params, batch['tokens'], batch['segments'], batch['positions']))
     nats = -np.take_along_axis(np.asarray(logp), batch['targets'][..., None], -1)[..., 0]
     assert found['runs'][2]['loss on the probe'] == pytest.approx(nats[batch['segments'] > 0].mean(), rel=1e-5)

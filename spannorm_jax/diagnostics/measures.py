@@ -74,7 +74,8 @@ def of_successive(probe: Probe, *states: TrainState) -> dict[str, dict[str, np.n
     def run(states):
         u, w = (jax.tree.map(jnp.subtract, b.params, a.params) for a, b in itertools.pairwise(states))
         dot, uu, ww = (sums(jax.tree.map(jnp.multiply, x, y)) for x, y in ((u, w), (u, u), (w, w)))
-        surprise = sums(adam_ratio(cfg.optim, *(adam_state(s.opt_state) for s in states[:2]), tree))
+        before, after = (adam_state(s.opt_state) for s in states[:2])
+        surprise = sums(adam_ratio(cfg.optim, before, after, tree))
         count = role_counts(cfg.model, tree)
         return {
             'cosine': {role: dot[role] / jnp.sqrt(uu[role] * ww[role]) for role in dot},

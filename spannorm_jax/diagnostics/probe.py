@@ -146,9 +146,8 @@ class Probe:
         """(sqrt(v / (1 - beta2^t)) + eps) / (its factor on the rate) of Adam, a tree like the parameters; None without an AdamW state that
         has made a step."""
         opt = self.cfg.optim
-        if self.opt_state is None or opt.optimizer != 'adamw' or not int((adam := adam_state(self.opt_state)).count):
+        if self.opt_state is None or opt.optimizer != 'adamw' or not (t := jnp.asarray((adam := adam_state(self.opt_state)).count)):
             return None
-        t = adam.count.astype(jnp.float32)
 
         def scale(info, v, p):
             if isinstance(v, optax.MaskedNode):

@@ -44,11 +44,11 @@ def laws(topology: str, ln_a: np.ndarray, ln_z: np.ndarray, kappa: float) -> dic
       pre    a block adds ln sqrt(1 + kappa (z^2 / a^2 - 1)) + ln(a_l / z_{l-1}), a and z being the rms of the stream
     """
     above = lambda x: np.cumsum(x[..., ::-1], -1)[..., ::-1] - x  # noqa: E731  sum over m > l
-    if topology == 'pre':
+    paper = norm_law(topology, ln_a, ln_z)
+    if paper is None:  # pre
         attention = np.concatenate([np.zeros_like(ln_a[..., :1]), ln_a[..., 1:] - ln_z[..., :-1]], -1)
         ffn = 0.5 * np.log1p(kappa * np.expm1(2 * (ln_z - ln_a)))
         return {'paper': np.zeros_like(ln_z), 'branches': above(attention + ffn)}
-    paper = norm_law(topology, ln_a, ln_z)
     returned = 0.5 * np.log1p(kappa * np.maximum(np.expm1(2 * ln_z), -0.99 / kappa))
     return {'paper': paper, 'branches': -ln_z + above(returned - ln_z)}
 
