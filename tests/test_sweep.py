@@ -205,7 +205,7 @@ def test_row(place):
     (folder / 'metrics.jsonl').write_text(''.join(json.dumps(m) + '\n' for m in metrics))
     (folder / 'cost.json').write_text('{"core_s": 90}')
     row = experiment.row_of(name, cfg, folder, exp.curves)
-    assert (row['model.layers'], row['optim.lr_peak'], row['name']) == (2, cfg.optim.lr_peak, name)
+    assert (row['model.layers'], row['optim.lr_peak'], row['name']) == (cfg.model.layers, cfg.optim.lr_peak, name)
     assert not {'run.root', 'mesh.devices', 'run.stats_every', 'model.remat'} & row.keys()
     assert (row['status'], row['step'], row['reason'], row['test/loss'], row['minutes'], row['spikes']) == (
         'diverged',
