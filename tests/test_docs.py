@@ -63,6 +63,27 @@ def test_pictures_of_topologies_are_up_to_date():
     assert all(path.read_text() == drawn for path, drawn in made['drawn']().items())
 
 
+def test_which_topology_follows_from_the_rows(tmp_path):
+    """Mend the page with: python docs/choosing.py"""
+    made = runpy.run_path(str(ROOT / 'docs/choosing.py'))
+    assert (ROOT / 'docs/choosing.md').read_text() == made['page'](ROOT / 'results')
+    # rates 1e-3 to 8e-3: one arm is best at the rate in the middle, two tie at their own best, one diverges everywhere
+    losses = {'span': [3, 2.0, 1.9, 2.2], 'pre': [3, 2.5, 2.0, 1.9], 'peri': [3, 2.5, 2.4, 2.3], 'post': [None] * 4}
+    size = dict.fromkeys(made['SHARED'], 1) | {'model.layers': 8, 'corpus': 'x'}
+    rows = []
+    for topology, at in losses.items():
+        for rate, loss in zip(made['GRID'], at, strict=True):
+            for seed in (0, 1):
+                own = {'model.topology': topology, 'optim.lr_peak': rate, 'run.seed': seed, 'eval/loss': loss and loss + 0.02 * seed}
+                ended = {'status': 'completed' if loss else 'diverged', 'run': f'{len(rows)}', 'name': f'{len(rows)}'}
+                rows.append(size | own | ended)
+    # seeds differ by 0.02 everywhere: variance 0.0002 of one run, so the difference of two has a standard error of 0.02
+    assert made['noise'](rows) == pytest.approx(0.04)
+    text = '\n'.join(made['section'](8, rows, 0.04))
+    assert '| one rate | `span` |' in text and '| four rates | `span` or `pre` |' in text
+    assert '| `post` | diverged | diverged | diverged | not found | not found | 0.001 | 8 |' in text
+
+
 def commands():
     for page in PAGES:
         text = page.read_text()
