@@ -366,6 +366,8 @@ def test_slopes_sensitivity_and_spikes():
     profile = d.depth_profile(8 * 0.5 ** np.arange(5))
     assert (profile['first_over_last'], profile['factor']) == (16, pytest.approx(0.5))
     assert d.depth_profile(np.arange(1, 9) ** 0.5)['exponent'] == pytest.approx(0.5)
+    lost = d.depth_profile(np.array([np.nan, 2.0, np.inf, 4.0]))  # a warning is an error here
+    assert lost['variation'] == pytest.approx(1 / 3) and np.isnan(d.depth_profile(np.full(3, np.nan))['variation'])
     found = d.lr_sensitivity({1e-3: 3.0, 1e-2: 2.0, 1e-1: float('nan'), 1.0: 9.0}, at_init=5.0)
     assert found == {'sensitivity': pytest.approx((1 + 0 + 3 + 3) / 4), 'best_lr': 1e-2, 'best': 2.0, 'max_stable_lr': 1e-2}
     loss = np.ones(300)

@@ -31,11 +31,11 @@ def depth_profile(value_L: ArrayLike) -> dict[str, float]:
     """A positive quantity over layers: `first_over_last`, `factor` per layer = exp of the slope of its log, `variation` = std / mean,
     `exponent` of growth = slope of its log over the log of the layer, from 1."""
     v = np.asarray(value_L, np.float64)
-    log = np.log(np.where(v > 0, v, np.nan))
+    log, known = np.log(np.where(v > 0, v, np.nan)), v[np.isfinite(v)]
     return {
         'first_over_last': float(v[0] / v[-1]) if v[-1] else float('nan'),
         'factor': float(np.exp(slope(log))),
-        'variation': float(np.nanstd(v) / np.nanmean(v)),
+        'variation': float(known.std() / known.mean()) if known.size else float('nan'),
         'exponent': slope(log, np.log(np.arange(1, len(v) + 1))),
     }
 
