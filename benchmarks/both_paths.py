@@ -24,13 +24,14 @@ def theirs(model_dir: Path, seq: int, files: list[str]) -> dict[str, dict[str, f
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for file in files:
         bos = False if Path(file).stem == 'pages' else None
         model = HFLM(str(model_dir), device='cpu', dtype='float32', batch_size=4, max_length=seq, add_bos_token=bos, trust_remote_code=True)
         manager = lm_eval.tasks.TaskManager(include_defaults=False)
         results = lm_eval.simple_evaluate(model, tasks=[file], task_manager=manager, num_fewshot=0, bootstrap_iters=0)['results']
-        found |= {name: {key.removesuffix(',none'): value for key, value in row.items()} for name, row in results.items()}
+        for name, row in results.items():  # a standard error that it did not ask for is the text N/A
+            found[name] = {key.removesuffix(',none'): value for key, value in row.items() if isinstance(value, int | float)}
     return found
 
 
