@@ -7,14 +7,14 @@ as many as the rule of the grid asks for. Every sentence of the answer follows f
 import math
 from pathlib import Path
 
-from spannorm_jax.experiment import known, load_rows, result_path
-from spannorm_jax.stats import RATE, at_best, edge, group, interval, value
+from spannorm_jax.experiment import known, load_rows, result_path, sibling
+from spannorm_jax.stats import RATE, SEED, at_best, edge, group, interval, value
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / 'docs' / 'choosing.md'
-FIXED, GRID = 2e-3, (1e-3, 2e-3, 4e-3, 8e-3)  # of experiments/_shared.py: chosen before the runs
-BUDGETS = {'one rate': (FIXED,), 'four rates': GRID, 'the whole rule': None}
-SHARED = ('data.batch', 'data.seq', 'model.width', 'model.experts', 'model.scale_init', 'run.steps')  # alike in what is compared
+shared = sibling('_shared')
+BUDGETS = {'one rate': (shared.FIXED,), 'four rates': shared.GRID, 'the whole rule': None}
+VARIED = ('model.topology', 'model.layers', RATE, SEED)  # what may differ among the rows of the page; no other field of a configuration
 LIMITS = """\
 ## What this cannot tell
 
@@ -30,15 +30,15 @@ LIMITS = """\
 
 
 def kept(root: Path) -> list[dict]:
-    """Rows of trained models at nano scale, each run once, of one size but for the depth and the topology."""
+    """Rows of trained models at nano scale, each run once: the largest set of them that are alike but for VARIED."""
     runs = {}
     for id in known():
         path = result_path(root, 'nano', id)
         for row in load_rows(path) if path.is_file() else []:
-            if row['run.steps'] and row['name'] != 'control' and row.get('eval/loss', 0) is not None:
-                runs[row['run']] = row
-    sizes = group(runs.values(), *SHARED)
-    return max(sizes.values(), key=len, default=[])
+            if row['run.steps'] and not shared.is_control(row):
+                alike = str(sorted((k, str(v)) for k, v in row.items() if '.' in k and '/' not in k and k not in VARIED))
+                runs[row['run']] = row | {'alike': alike}
+    return max(group(runs.values(), 'alike').values(), key=len, default=[])
 
 
 def noise(rows: list[dict]) -> float:
@@ -67,7 +67,7 @@ def answer(losses: dict[str, float], tie: float) -> str:
 
 def section(depth: int, rows: list[dict], tie: float) -> list[str]:
     arms = group(rows, 'model.topology')
-    full = {t: own for t, own in arms.items() if set(GRID) <= {row[RATE] for row in own}}
+    full = {t: own for t, own in arms.items() if set(shared.GRID) <= {row[RATE] for row in own}}
     if len(full) < 2:
         return []
     found = {name: {t: reached(own, rates) for t, own in full.items()} for name, rates in BUDGETS.items()}
@@ -99,7 +99,7 @@ def page(root: Path) -> str:
     ]
     for depth, own in sorted(group(rows, 'model.layers').items()):
         lines += section(depth, own, tie)
-    return '\n'.join(lines).rstrip() + '\n\n' + LIMITS.format(fixed=FIXED)
+    return '\n'.join(lines).rstrip() + '\n\n' + LIMITS.format(fixed=shared.FIXED)
 
 
 if __name__ == '__main__':

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from spannorm_jax import catalog, cli, launch, load, train
+from spannorm_jax import catalog, cli, experiment, launch, load, train
 from spannorm_jax.config import Config, MeshConfig, edit, to_dict
 from spannorm_jax.topology import TOPOLOGIES
 
@@ -69,10 +69,10 @@ def test_which_topology_follows_from_the_rows(tmp_path):
     assert (ROOT / 'docs/choosing.md').read_text() == made['page'](ROOT / 'results')
     # rates 1e-3 to 8e-3: one arm is best at the rate in the middle, two tie at their own best, one diverges everywhere
     losses = {'span': [3, 2.0, 1.9, 2.2], 'pre': [3, 2.5, 2.0, 1.9], 'peri': [3, 2.5, 2.4, 2.3], 'post': [None] * 4}
-    size = dict.fromkeys(made['SHARED'], 1) | {'model.layers': 8, 'corpus': 'x'}
+    size = {'model.width': 64, 'model.layers': 8, 'model.init': 'common', 'run.steps': 200}
     rows = []
     for topology, at in losses.items():
-        for rate, loss in zip(made['GRID'], at, strict=True):
+        for rate, loss in zip(made['shared'].GRID, at, strict=True):
             for seed in (0, 1):
                 own = {'model.topology': topology, 'optim.lr_peak': rate, 'run.seed': seed, 'eval/loss': loss and loss + 0.02 * seed}
                 ended = {'status': 'completed' if loss else 'diverged', 'run': f'{len(rows)}', 'name': f'{len(rows)}'}
@@ -82,6 +82,24 @@ def test_which_topology_follows_from_the_rows(tmp_path):
     text = '\n'.join(made['section'](8, rows, 0.04))
     assert '| one rate | `span` |' in text and '| four rates | `span` or `pre` |' in text
     assert '| `post` | diverged | diverged | diverged | not found | not found | 0.001 | 8 |' in text
+    # rows of another recipe are others, and a run that two experiments share counts once
+    others = [row | {'model.init': 'own', 'run': f'own{i}'} for i, row in enumerate(rows[:6])]
+    for id, some in (('table2', rows), ('T7', [*rows[:3], *others])):
+        path = experiment.result_path(tmp_path, 'nano', id)
+        experiment.save_rows(path, experiment.load_experiment(id), 'nano', some)
+    assert [row['run'] for row in made['kept'](tmp_path)] == [row['run'] for row in rows]
+
+
+def test_readme_says_what_the_rows_of_table_2_say():
+    shared = experiment.sibling('_shared')
+    rows = experiment.load_rows(experiment.result_path(ROOT / 'results', 'nano', 'table2'))
+    best = {t: shared.at_best(own) for t, own in shared.group(shared.without_control(rows), 'model.topology').items()}
+    text = ' '.join((ROOT / 'README.md').read_text().split())
+    for rival in ('pre', 'peri'):
+        d = shared.paired(best[rival], best['span'], 'test/loss')
+        assert f'{d.mean:.3f}' in text and f'\\[{d.low:.3f}, {d.high:.3f}\\]' in text, d
+    assert all(shared.paired(best[rival], best['span'], 'test/loss').low > 0 for rival in ('mixln', 'lns', 'hybrid'))
+    assert f'table 2 is "{experiment.load_experiment("table2").verdict(rows).status}"' in text
 
 
 def commands():
