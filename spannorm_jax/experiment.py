@@ -60,6 +60,8 @@ class Experiment:
     more: Callable[[str, list[Row]], dict[str, Config]] | None = None
     measure: Callable[[Config, Path], dict[str, Any]] | None = None
     table: Callable[[list[Row]], list[dict[str, Any]]] | None = None
+    kept: dict[str, Row] = dataclasses.field(default_factory=dict)
+    """Rows of results that hold all that is asked of a run, by the run: see `with_kept`."""
 
     def all_runs(self, scale: str) -> dict[str, Config]:
         """The runs known so far: those of `runs`, and what `more` asks for, given the rows of the finished ones.
@@ -74,6 +76,9 @@ class Experiment:
         return known
 
     def done(self, cfg: Config) -> bool:
+        return self.at_hand(cfg) or run_dir(cfg).name in self.kept
+
+    def at_hand(self, cfg: Config) -> bool:
         folder = run_dir(cfg)
         return rundir.finished(cfg, folder) is not None and (self.measure is None or self.measured(folder).exists())
 
@@ -86,9 +91,11 @@ class Experiment:
         """A row for each run that is done."""
         found = []
         for name, cfg in runs.items():
-            if self.done(cfg):
-                folder = run_dir(cfg)
+            folder = run_dir(cfg)
+            if self.at_hand(cfg):
                 found.append(row_of(name, cfg, folder, self.curves) | (read_json(self.measured(folder)) if self.measure else {}))
+            elif row := self.kept.get(folder.name):
+                found.append(row | {'name': name})
         return found
 
 
@@ -224,6 +231,18 @@ def load_experiment(text: str, root: str = 'runs') -> Experiment:
     given = {k.lower(): v for k, v in vars(module).items() if k.lower() in fields and not k.startswith('_')}
     title = (module.__doc__ or path.stem).splitlines()[0].rstrip('.')
     return Experiment(**given | {'id': path.stem, 'title': title, 'path': path, 'root': root})
+
+
+def with_kept(exp: Experiment, results: Path, scale: str) -> Experiment:
+    """The experiment with the runs of which results/<scale>/ holds all that it asks: its own rows, and those of experiments with the same
+    measurement that kept its curves. So a sweep goes on from committed rows on a machine that has none of their run folders."""
+    kept: dict[str, Row] = {}
+    for id in {*known(), exp.id}:
+        path, other = result_path(results, scale, id), exp if id == exp.id else load_experiment(id)
+        if path.is_file() and other.measured(Path()) == exp.measured(Path()) and set(exp.curves) <= set(other.curves):
+            for row in load_rows(path):
+                kept[row['run']] = row | {'curves': {k: row['curves'][k] for k in exp.curves}}
+    return dataclasses.replace(exp, kept=kept)
 
 
 def sibling(name: str) -> ModuleType:

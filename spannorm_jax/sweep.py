@@ -1,7 +1,7 @@
 """Runs what an experiment lacks, several runs side by side, each in a process of its own on a core of its own; then rows and figure.
 
 Runs are found by their folder, which the hash of the configuration names: what is finished is skipped, what was cut goes on, and a run
-that two experiments share is trained once.
+that two experiments share is trained once. So is one whose row the results hold already.
 """
 
 import os
@@ -11,15 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from spannorm_jax import rundir
 from spannorm_jax.checkpoint import disk_errors
-from spannorm_jax.config import Config, run_id
+from spannorm_jax.config import Config
+from spannorm_jax.data import open_data
 from spannorm_jax.errors import CheckFailed
-from spannorm_jax.experiment import Experiment, load_rows, result_path, save_rows
+from spannorm_jax.experiment import Experiment, result_path, save_rows, with_kept
 from spannorm_jax.host import Signals
 from spannorm_jax.stats import Row
 
@@ -73,6 +74,10 @@ def run(exp: Experiment, scale: str, results: Path, jobs: int | None, tell: Tell
 
     Raises: CheckFailed, naming the runs that ended with an error and their logs; the others were run all the same.
     """
+    exp = with_kept(exp, results, scale)
+    if exp.kept and (todo := missing(exp, exp.all_runs(scale))):  # what is trained now is compared only with what had the same text
+        text = open_data(next(iter(todo.values())).data).hash
+        exp = replace(exp, kept={run: row for run, row in exp.kept.items() if row['corpus'] == text})
     while todo := missing(exp, exp.all_runs(scale)):
         failed = side_by_side(exp, todo, jobs or (len(cores()) if scale in ON_CPU else 1), scale in ON_CPU, tell)
         if failed is None:
@@ -172,13 +177,11 @@ def last_line(path: Path) -> str:
 def state(exp: Experiment, scale: str, results: Path) -> dict[str, Any]:
     """{id, title, question, scale, runs, finished, minutes_spent, minutes_left, state}: minutes of one core, those left estimated.
 
-    state: done (the result holds every run that is asked for), 3 of 12 runs, or not run.
+    state: done (every run that is asked for, in its folder or as a row of the results), 3 of 12 runs, or not run.
     """
-    path = result_path(results, scale, exp.id)
-    saved = {row['run']: row for row in load_rows(path)} if path.is_file() else {}
+    exp = with_kept(exp, results, scale)
     runs = exp.all_runs(scale)
-    todo = {} if {run_id(cfg) for cfg in exp.runs(scale).values()} <= saved.keys() else missing(exp, runs)
-    rows = exp.rows(runs) if todo else list(saved.values())
+    todo, rows = missing(exp, runs), exp.rows(runs)
     word = f'{len(rows)} of {len(runs)} runs' if todo and rows else 'not run' if todo else 'done'
     return {
         'id': exp.id, 'title': exp.title, 'question': exp.question, 'scale': scale, 'runs': max(len(runs), len(rows)),

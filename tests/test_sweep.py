@@ -14,6 +14,7 @@ import pytest
 
 from spannorm_jax import cli, experiment, launchers, sweep
 from spannorm_jax.config import edit
+from spannorm_jax.data import open_data
 from spannorm_jax.errors import CheckFailed, UserError
 from spannorm_jax.experiment import load_experiment, load_rows, result_path
 from spannorm_jax.rundir import run_dir
@@ -147,6 +148,8 @@ def test_stopped_and_killed_and_started_again(place, capsys, seeds, signals):
 
     assert cli.main(['experiment', path, '--scale', 'smoke']) == 0  # all is done: nothing runs
     drawn = (place / 'results/smoke' / f'{name}.png').read_bytes()
+    assert cli.main(['experiment', path, '--scale', 'smoke', '--root', 'elsewhere']) == 0  # nor on a machine that has the rows alone
+    assert not (place / 'elsewhere').exists() and load_rows(result_path(place / 'results', 'smoke', name)) == rows
     assert cli.main(['experiment', path, '--scale', 'smoke', '--redraw', '--root', 'elsewhere']) == 0  # no run is at hand
     assert (place / 'results/smoke' / f'{name}.png').read_bytes() == drawn and len(drawn) > 1000
     assert f'reproduced: {seeds} rows' in capsys.readouterr().out
@@ -191,6 +194,37 @@ def test_a_run_that_fails_is_told_and_the_others_run(place, monkeypatch):
         sweep.run(exp, 'smoke', place / 'results', 1, lambda *now: None)
     assert f'{bad}: exit code 65: spannorm: why it failed (log: {bad / "log.txt"})' in str(e.value) and str(good) not in str(e.value)
     assert exp.done(todo[good]) and not exp.done(todo[bad]) and list(sweep.missing(exp, exp.all_runs('smoke'))) == [bad]
+
+
+def test_rows_of_results_are_not_trained_again(place):
+    """Those of the experiment and of another that measures the same and kept its curves; of another text none is compared with."""
+    exp = load_experiment('table2', str(place / 'none'))
+    runs, done = exp.all_runs('smoke'), place / 'rows'
+    rows = [
+        {'name': name, 'run': run_dir(cfg).name, 'status': 'completed', 'corpus': 'h', 'minutes': 1.0, 'test/loss': float(i)}
+        | {'eval/loss': float(i), 'optim.lr_peak': cfg.optim.lr_peak, 'run.seed': 0, 'model.topology': cfg.model.topology, 'curves': {}}
+        for i, (name, cfg) in enumerate(runs.items())
+    ]
+    experiment.save_rows(result_path(done, 'smoke', 'table2'), exp, 'smoke', rows)
+    for id, shared in {'table2': len(rows), 'T10': len(rows), 'table1': 0, 'fig07': 0}.items():  # table1 measures, fig07 has curves
+        other = experiment.with_kept(load_experiment(id, str(place / 'none')), done, 'smoke')
+        found = other.rows(other.all_runs('smoke'))
+        assert len(found) == shared and [row['run'] for row in found] == [row['run'] for row in rows][:shared], id
+        assert (sweep.state(other, 'smoke', done)['state'] == 'done') == (shared > 0), id
+    some = experiment.with_kept(load_experiment('T4', str(place / 'none')), done, 'smoke')
+    assert 0 < len(some.rows(some.all_runs('smoke'))) < len(rows)
+
+
+def test_a_row_of_another_text_is_trained_again(place, monkeypatch):
+    exp, found = load_experiment(file(place, 'text', 3), str(place / 'of_texts')), []
+    (first, cfg), (second, _) = exp.all_runs('smoke').items()
+    text = open_data(cfg.data).hash
+    started = lambda exp, todo, *_: found.append(sorted(cfg.run.seed for cfg in todo.values()))  # noqa: E731
+    monkeypatch.setattr(sweep, 'side_by_side', started)
+    for corpus, want in {text: [1], 'other': [0, 1]}.items():
+        row = {'name': first, 'run': run_dir(cfg).name, 'corpus': corpus, 'curves': {k: [] for k in exp.curves}}
+        experiment.save_rows(result_path(place / 'of_texts', 'smoke', 'text'), exp, 'smoke', [row])
+        assert sweep.run(exp, 'smoke', place / 'of_texts', 1, lambda *now: None) is None and found.pop() == want, second
 
 
 def test_row(place):
