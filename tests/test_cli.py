@@ -491,3 +491,17 @@ def test_options_of_lists_every_field():
     assert {f'--{f.name.replace("_", "-")}' for f in dataclasses.fields(cli.Audit)} - names == {'--config', '--settings'}
     assert {name[2:].split('.')[0] for name in names if '.' in name} == sections - {'name'}
     assert score.PROTOCOLS and pathlib.Path(load.folder('configs')).is_dir() and time.time() > 0
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='a setting of the GNU C library')
+@pytest.mark.parametrize('before, want', [(None, 'glibc.malloc.hugetlb=1'), ('glibc.malloc.perturb=0', 'glibc.malloc.perturb=0')])
+def test_huge_pages(before, want):
+    """The process starts again once, as itself: same number, same arguments, what is set stays."""
+    program = (
+        'import os, sys, spannorm_jax.__main__ as m; print(os.getpid(), flush=True); m.huge_pages(); '
+        'print(os.environ["GLIBC_TUNABLES"], *sys.argv)'
+    )
+    environment = {k: v for k, v in os.environ.items() if k != 'GLIBC_TUNABLES'} | ({'GLIBC_TUNABLES': before} if before else {})
+    out = subprocess.run([sys.executable, '-c', program, 'a b', '--c'], env=environment, capture_output=True, text=True, check=True).stdout
+    *pids, last = out.splitlines()
+    assert last == f'{want} -c a b --c' and len(set(pids)) == 1 and len(pids) == (1 if before else 2)
