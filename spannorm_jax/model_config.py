@@ -135,6 +135,8 @@ class ModelConfig:
 
     first_skip: Literal['raw', 'normed'] = 'raw'
     """span: skip of the first block. raw = reading A (only its attention input is normed), normed = reading B."""
+    block_end: Literal['norm', 'affine'] = 'norm'
+    """span: what ends a block, its norm or a learned scale and offset in its place."""
     post_fraction: float = 0.25
     """mixln: share of the blocks, from the bottom, that are PostNorm (rounded to whole blocks)."""
     alpha: float | None = None

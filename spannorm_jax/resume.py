@@ -32,7 +32,7 @@ _NEVER = {
         'model.q_latent model.kv_latent model.nope_dim model.rope_dim model.v_dim model.experts model.expert_ffn model.shared_experts '
         'model.first_dense model.router_bias model.norm model.norm_unit_offset model.norm_bias model.final_norm model.embed_norm '
         'model.qk_norm model.v_norm model.attn_bias model.mlp_bias model.tie_embeddings model.branch_gain model.post_fraction '
-        'model.siamese_input_norm model.resid_gain model.streams model.stream_exit model.activation'
+        'model.siamese_input_norm model.resid_gain model.block_end model.streams model.stream_exit model.activation'
     ),
     'another function of the same parameters': (
         'model.experts_per_token model.router model.router_normalize model.router_scale model.expert_groups model.groups_per_token '

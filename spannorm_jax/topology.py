@@ -59,8 +59,9 @@ class Topology(NamedTuple):
 
 # Config fields that only some topologies read; setting one that the chosen topology ignores is an error.
 OPTIONS = (
-    'first_skip', 'post_fraction', 'alpha', 'beta', 'first_block', 'residual_scale', 'residual_exit_scale', 'siamese_input_norm',
-    'resid_gain', 'streams', 'hc_tanh', 'sinkhorn_rounds', 'stream_exit', 'branch_gain', 'branch_gain_init', 'branch_scale',
+    'first_skip', 'block_end', 'post_fraction', 'alpha', 'beta', 'first_block', 'residual_scale', 'residual_exit_scale',
+    'siamese_input_norm', 'resid_gain', 'streams', 'hc_tanh', 'sinkhorn_rounds', 'stream_exit', 'branch_gain', 'branch_gain_init',
+    'branch_scale',
 )  # fmt: skip
 BRANCH = ('branch_gain', 'branch_gain_init', 'branch_scale')
 
@@ -85,6 +86,14 @@ def span(x, attn, ffn, norm, c):
     alone, reads N_e(E).  Source: SpanNorm, arXiv:2601.22580, eqs. 5-6."""
     y = norm('attn_sum', attn(c.embedded(x)) + x)
     return norm('ffn_sum', ffn(y) + x)
+
+
+def span_affine(x, attn, ffn, norm, c):
+    """y = N1(A(x) + x); x' = g (F(y) + x) + b: `span` with a learned scale and offset per channel, from 1 and 0, in place of the norm that
+    ends a block. A question of the paper's review; no one has published it."""
+    y = norm('attn_sum', attn(c.embedded(x)) + x)
+    x = c.add('ffn', x, ffn(y))
+    return x * c.param('end_gain', (c.cfg.width,), 'gain', const=1.0) + c.param('end_bias', (c.cfg.width,), 'bias')
 
 
 def span_enter(x, norm, c):
@@ -323,7 +332,8 @@ TOPOLOGIES: dict[str, Topology] = {
     'post': Topology(post, 'y = N1(x + A x); x\' = N2(y + F y)', 'arXiv:1706.03762', ('postnorm', 'post_norm', 'postln'), final_norm=False),
     'span': Topology(
         span, 'y = N1(A(x) + x); x\' = N2(F(y) + x)', 'arXiv:2601.22580', ('spannorm', 'span_norm', 'fusenorm'),
-        options=('first_skip',), embed_norm=True, final_norm=False, recipe=megatron,
+        options=('first_skip', 'block_end'), embed_norm=True, final_norm=False, recipe=megatron,
+        plan=lambda cfg: [(span if cfg.block_end == 'norm' else span_affine, cfg.layers)],
         embed_norm_inside=lambda cfg: cfg.first_skip == 'raw', enter=span_enter),
     'b2t': Topology(
         b2t, 'y = N1(x + A x); x\' = N2(x + y + F y)', 'arXiv:2206.00330', ('b2t_connection', 'bottom_to_top'), final_norm=False,

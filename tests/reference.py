@@ -266,7 +266,9 @@ def span(o, E):
         x = into
     for l in o.layers:
         y = o.n(l, 'attn_sum', o.attn(l, into if l == 0 else x) + x)
-        x = o.saw(l, y, o.n(l, 'ffn_sum', o.ffn(l, y) + x))
+        x = o.ffn(l, y) + x
+        x = o.n(l, 'ffn_sum', x) if o.cfg.block_end == 'norm' else x * o[f'layers.{l}.end_gain'] + o[f'layers.{l}.end_bias']
+        o.saw(l, y, x)
     return o.final(x)
 
 

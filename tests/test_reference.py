@@ -20,6 +20,7 @@ MOE = dict(
 )
 OPTIONS = {
     'span-normed': dict(topology='span', first_skip='normed'),
+    'span-affine': dict(topology='span', block_end='affine'),
     'span-no-embed-norm-final': dict(topology='span', embed_norm=False, final_norm=True, final_norm_eps=1e-2),
     'mixln-half': dict(topology='mixln', layers=4, post_fraction=0.5),
     'reordered-branch-vector': dict(topology='reordered', branch_gain='vector', branch_scale=0.7),

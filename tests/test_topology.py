@@ -18,6 +18,7 @@ from spannorm_jax.topology import TOPOLOGIES, Topology
 NAMES = sorted(TOPOLOGIES)
 READINGS = [(n, {}) for n in NAMES] + [
     ('span', {'first_skip': 'normed'}),
+    ('span', {'block_end': 'affine'}),
     ('keel', {'first_block': 'uniform'}),
     ('siamese', {'siamese_input_norm': True}),
     ('normformer', {'resid_gain': True}),
