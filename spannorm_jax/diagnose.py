@@ -107,9 +107,9 @@ def begun(target: str, cfg: Config) -> Path | None:
 
     Raises: MissingInput for a run that has no checkpoint.
     """
-    if target in names() or target.endswith('.py') or not cfg.run.dir:
+    if target in names() or target.endswith('.py') or not (cfg.run.dir or Path(target).is_dir()):
         return None
-    run = Path(cfg.run.dir)
+    run = Path(cfg.run.dir or target)
     if not (run / 'checkpoints').is_dir():
         raise MissingInput(f'{target!r} has no checkpoint yet; train it first: spannorm train {run / "config.json"}')
     return run

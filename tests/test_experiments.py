@@ -3,13 +3,15 @@
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 
-from spannorm_jax import experiment, load, sweep
+from spannorm_jax import diagnose, experiment, load, sweep
 from spannorm_jax.config import Config, edit, run_id, to_dict
 from spannorm_jax.errors import MissingInput, UserError
 from spannorm_jax.experiment import SCALES, load_experiment
+from spannorm_jax.model import LM
 from spannorm_jax.resume import flat
 from spannorm_jax.stats import RATE, group
 
@@ -429,3 +431,14 @@ def test_product():
     runs = experiment.product(base, {'model.layers': (2, 3), RATE: (1e-3,), 'run.seed': (0, 1)})
     assert list(runs)[0] == 'layers=2 lr_peak=0.001 seed=0' and len(runs) == 4
     assert runs['layers=3 lr_peak=0.001 seed=1'] == edit(base, {'model.layers': 3, RATE: 1e-3, 'run.seed': 1})
+
+
+def test_what_is_measured_of_a_run_is_what_it_trained(trained):
+    """A run of a sweep is known by its folder alone: its configuration names no folder."""
+    cfg = edit(load.load_config(trained), {'run.dir': None})
+    probe, info = diagnose.load(trained, cfg, 2)
+    assert info['step'] == cfg.run.steps == 3 and probe.opt_state is not None
+    shared = SHARED.probe(cfg, trained)
+    initial = LM(cfg.model).init(jax.random.key(cfg.run.seed))
+    moved = jax.tree.map(lambda a, b, c: (np.array_equal(a, b), np.array_equal(a, c)), shared.params, probe.params, initial)
+    assert all(same and not begun for same, begun in jax.tree.leaves(moved, is_leaf=lambda x: isinstance(x, tuple)))
