@@ -1,5 +1,6 @@
 """`python -m spannorm_jax` and the `spannorm` command. The only place that touches the environment."""
 
+import io
 import os
 import sys
 
@@ -12,6 +13,9 @@ def main() -> int:
 
     # XLA reports each start-up detail at INFO and WARNING on stderr, where progress goes; errors still show.
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+    # What the terminal's encoding does not have, and bytes of a file's name that are no text, show as an escape and end nothing.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors='backslashreplace')
     return cli.main(sys.argv[1:])
 
 

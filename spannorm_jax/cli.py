@@ -21,9 +21,14 @@ from tyro.conf import FlagConversionOff, Positional
 from spannorm_jax import __version__, commands
 from spannorm_jax.config import Config, MeshConfig
 from spannorm_jax.errors import UserError, nearest, unheard
+from spannorm_jax.fields import check_number
 from spannorm_jax.load import load_config, names
 
 Settings = Annotated[Config, tyro.conf.arg(name=''), FlagConversionOff]  # its fields stand at the top: --model.layers
+TopologyFile = Annotated[
+    str | None,
+    tyro.conf.arg(help='Python file that adds the topology of RUN to the table, where that is one of your own; it is run first.'),
+]
 INTERRUPTED = 130
 STORAGE = 74
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EFBIG)
@@ -91,7 +96,7 @@ class Eval:
     """Folder of a run."""
     split: Literal['validation', 'test'] = 'validation'
     tokens: int | None = None
-    """At most this many tokens of whole documents; None means the whole split."""
+    """At most this many tokens of whole documents, the first one always; None means the whole split."""
     source: str | None = None
     """Other text than the run's own (as data.source); its split of the same name is read."""
     protocol: Literal['rows', 'documents', 'strided'] = 'rows'
@@ -109,6 +114,7 @@ class Eval:
     download: bool = False
     """--tasks: fetch data that is not on this disk; without it nothing touches the network."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    topology_file: TopologyFile = None
     json: bool = False
 
 
@@ -150,6 +156,7 @@ class Generate:
     """Strings that end a text; they are left out."""
     seed: int = 0
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    topology_file: TopologyFile = None
     json: bool = False
 
 
@@ -170,6 +177,7 @@ class Export:
     """llama, gemma2, olmo2, hyperclovax, deepseek_v2, deepseek_v3 (where they can express the model) or spannorm_jax; None chooses."""
     shard_gb: float = 4.0
     """Largest file, in 10^9 bytes."""
+    topology_file: TopologyFile = None
     json: bool = False
 
 
@@ -383,6 +391,10 @@ def main(argv: Sequence[str]) -> int:
         # Whoever read our output has seen enough. Python would complain once more when it flushes stdout at exit.
         unheard(sys.stdout.fileno())
         return code
+    except RuntimeError as e:  # jax's own kind is one, and jax need not be loaded
+        if 'RESOURCE_EXHAUSTED' not in str(e):
+            raise
+        return complain(f'out of memory: {str(e).splitlines()[0][:200]}; ask for less at once, or for more devices', UserError.exit_code)
     except OSError as e:
         if e.errno not in DISK:
             raise
@@ -456,17 +468,27 @@ def typed(name: str, argv: list[str], default: Any = None) -> Any:
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
-            return tyro.cli(
+            args = tyro.cli(
                 COMMANDS[name].options,
                 prog=f'spannorm {name}',
                 args=argv,
                 config=(tyro.conf.FlagCreatePairsOff,),
                 **({} if default is None else {'default': default}),
             )
+            check_numbers(name, args)
+            return args
         except SystemExit as e:
             if not e.code:
                 return None
     raise UserError(f'{name}: {unboxed(said.getvalue())}; `spannorm {name} --help` lists what there is')
+
+
+def check_numbers(name: str, args: Any) -> None:
+    """A command's own numbers are finite and within reach, as those of its configuration are. Raises: UserError."""
+    for f in dataclasses.fields(args):
+        value = getattr(args, f.name)
+        for one in value if isinstance(value, tuple) else (value,):
+            check_number(f'{name}: --{f.name.replace("_", "-")}', one)
 
 
 def options_of(cls: type, at: str = '') -> Iterator[tuple[str, Any]]:

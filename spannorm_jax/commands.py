@@ -3,6 +3,7 @@
 Whatever computes is imported where it is used: jax takes seconds to load, and `--help` must not wait for it.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spannorm_jax.errors import BadData, CheckFailed, UserError
-from spannorm_jax.load import find_run
+from spannorm_jax.load import define, find_run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,6 +60,7 @@ def prepare(args: 'cli.Prepare') -> int:
 
 def evaluate(args: 'cli.Eval') -> int:
     from spannorm_jax import distributed
+    from spannorm_jax.progress import Progress
     from spannorm_jax.score import load_run, score
 
     for name in ('tokens', 'limit'):
@@ -66,7 +68,7 @@ def evaluate(args: 'cli.Eval') -> int:
             raise UserError(f'eval: --{name} {value} must be at least 1')
     if not args.tasks and (args.task_data, args.limit, args.shots, args.download) != (None, None, None, False):
         raise UserError('eval: --task-data, --limit, --shots and --download belong to --tasks; say which tasks')
-    run = find_run(args.run)
+    run = run_of(args)
     with distributed.together():
         if args.tasks:
             from spannorm_jax.harness import run_tasks
@@ -75,7 +77,10 @@ def evaluate(args: 'cli.Eval') -> int:
             found = {'run': str(run), 'step': loaded.step}
             found |= run_tasks(loaded, args.tasks, data, args.limit, args.shots, args.download)
         else:
-            found = score(run, args.split, args.tokens, args.source, args.mesh, args.protocol, args.stride)
+            what = 'batches' if args.protocol == 'rows' else 'documents'
+            with Progress() if distributed.first() else contextlib.nullcontext() as bar:
+                tell = lambda done, all: bar and bar.advance('eval', 'evaluating', done, all, f'{done:,} of {all:,} {what}')  # noqa: E731
+                found = score(run, args.split, args.tokens, args.source, args.mesh, args.protocol, args.stride, tell)
         speaks = distributed.first()
     if not speaks:
         return 0
@@ -90,6 +95,13 @@ def evaluate(args: 'cli.Eval') -> int:
         print(f'  {found["tokens"]:,} tokens, {found["words"]:,} words, {found["documents"]:,} documents, {found["bytes"]:,} bytes')
         print(f'  protocol: {found["protocol"]}')
     return 0
+
+
+def run_of(args: 'cli.Eval | cli.Generate | cli.Export') -> Path:
+    """The folder of the run that a command is about, with a topology of one's own in the table."""
+    if args.topology_file is not None:
+        define(args.topology_file)
+    return find_run(args.run)
 
 
 def show_tasks(found: dict[str, Any]) -> None:
@@ -133,7 +145,8 @@ def generate(args: 'cli.Generate') -> int:
     from spannorm_jax.score import load_run
 
     sampling = g.Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-    cfg, lm, params, step, tokenizer, mesh = load_run(find_run(args.run), args.mesh)
+    cfg, lm, params, step, tokenizer, mesh = load_run(run_of(args), args.mesh)
+    g.check(args.prompt, args.max_tokens, args.seed, args.stop)
     alone = len(args.prompt) == 1 and not args.json
     if alone:
         print(args.prompt[0], end='', flush=True)
@@ -153,7 +166,8 @@ def generate(args: 'cli.Generate') -> int:
             print(f'--- {c.prompt!r} ({c.finish})\n{c.prompt}{c.text}')
     count = sum(len(c.tokens) for c in made.completions)
     beyond = f'; longer than the {cfg.data.seq} tokens of a row in training' if args.max_tokens > cfg.data.seq else ''
-    print(f'step {step}, {count} tokens, {made.tokens_per_s:.0f} tokens/s{beyond}', file=sys.stderr)
+    speed = f', {made.tokens_per_s:.0f} tokens/s' if math.isfinite(made.tokens_per_s) else ''  # of one or two tokens there is none
+    print(f'step {step}, {count} tokens{speed}{beyond}', file=sys.stderr)
     return 0
 
 
@@ -165,10 +179,14 @@ def export(args: 'cli.Export') -> int:
 
     if args.shard_gb <= 0:
         raise UserError(f'export: --shard-gb {args.shard_gb} must be above 0')
-    run = find_run(args.run)
+    run = run_of(args)
     loaded = load_run(run, MeshConfig())
     beside = card.beside(run, loaded.cfg, loaded.tokenizer, loaded.step, args.model_type or default_type(loaded.cfg.model))
-    options: dict[str, Any] = {'model_type': args.model_type, 'positions': loaded.cfg.data.seq, 'shard_bytes': int(args.shard_gb * 1e9)}
+    options: dict[str, Any] = {
+        'model_type': args.model_type,
+        'positions': loaded.cfg.data.seq,
+        'shard_bytes': int(min(args.shard_gb * 1e9, sys.maxsize)),
+    }
     options['beside'] = beside
     kind = save_hf(loaded.cfg.model, loaded.params, args.dir, tokenizer=loaded.tokenizer, **options)
     if args.json:

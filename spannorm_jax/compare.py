@@ -13,6 +13,7 @@ from spannorm_jax.config import Config, to_dict
 from spannorm_jax.load import find_run, read_config
 from spannorm_jax.plot import SMOOTHING, column, trailing_mean
 from spannorm_jax.resume import flat
+from spannorm_jax.track import read_rows
 
 COLORS = ('#1f5fa8', '#d9701a', '#2f8f5b', '#a33b6f', '#6b5bb0', '#7a6a3a')
 
@@ -20,9 +21,7 @@ COLORS = ('#1f5fa8', '#d9701a', '#2f8f5b', '#a33b6f', '#6b5bb0', '#7a6a3a')
 def read_run(folder: str | Path) -> dict[str, Any]:
     """{'config': Config, 'metrics': rows of metrics.jsonl} of a run. Raises MissingInput where there is none."""
     run = find_run(str(folder))
-    metrics = run / 'metrics.jsonl'
-    lines = metrics.read_text('utf-8').splitlines() if metrics.is_file() else []
-    return {'config': read_config(run), 'metrics': [json.loads(line) for line in lines]}
+    return {'config': read_config(run), 'metrics': read_rows(run / 'metrics.jsonl')}
 
 
 def compare_figure(runs: Sequence[dict[str, Any]], title: str = '', baselines: dict[str, float] | None = None) -> Figure:

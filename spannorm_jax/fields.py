@@ -49,15 +49,21 @@ def check_types(cfg: Any) -> None:
     """Raise UserError where a field holds a value that its type does not allow (dataclasses do not check), or a number out of reach."""
     for name, hint in field_types(type(cfg)).items():
         value = getattr(cfg, name)
-        if isinstance(value, float) and not math.isfinite(value) or isinstance(value, int) and not abs(value) < MOST:
-            wanted = 'a finite number' if isinstance(value, float) else 'a whole number below 2^31 in size'
-            raise UserError(f'{place(cfg, name)} = {repr(value)[:80]}: expected {wanted}')
+        check_number(place(cfg, name), value)
         if isinstance(value, int) and not isinstance(value, bool) and takes_float(hint):
             continue  # an int where a float is asked for
         if not matches(value, hint):
             known = [str(a) for a in typing.get_args(hint)] if typing.get_origin(hint) is Literal else []
             hintful = f'; {nearest(str(value), known)}' if known else ''
             raise UserError(f'{place(cfg, name)} = {value!r}: expected {describe(hint)}{hintful}')
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise UserError where `value`, if it is a number, is not finite or out of reach."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f'{name} = {value}: expected a finite number')
+    if isinstance(value, int) and not abs(value) < MOST:
+        raise UserError(f'{name} = {repr(value)[:80]}: expected a whole number below 2^31 in size')
 
 
 def check_range(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from spannorm_jax.data import Tokenizer, check_vocab
 from spannorm_jax.errors import UserError
-from spannorm_jax.fields import check_range, check_types
+from spannorm_jax.fields import check_number, check_range, check_types
 from spannorm_jax.model import LM
 from spannorm_jax.sharding import replicated
 
@@ -156,20 +156,30 @@ def generate(
     A prompt begins a document, as in training. `on_text(row, piece)` hears of text as soon as it is certain. `mesh`: where the parameters
     lie; None is one device. `room`: tokens of a prompt that are read, its last ones; 0 is all of them.
 
-    Raises: UserError (no prompt, an empty stop string, numbers out of range, a tokenizer of another vocabulary).
+    Raises: UserError (no prompt, one that is not text, an empty stop string, numbers out of range, a tokenizer of another vocabulary).
     """
-    if not prompts:
-        raise UserError('there is no prompt; give at least one')
-    if max_tokens < 1:
-        raise UserError(f'max_tokens = {max_tokens} must be at least 1')
-    if '' in stop:
-        raise UserError('a stop string is empty; leave it out')
+    check(prompts, max_tokens, seed, stop)
     check_vocab(tokenizer, lm.cfg.vocab)
     rows = [Row(tokenizer, prompt, stop, max_tokens, room) for prompt in prompts]
     step = functools.partial(stepper(lm, sampling or Sampling(), tokenizer.vocab, mesh), params)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         tokens_per_s = decode(lm, step, rows, max_tokens, jax.random.key(seed), on_text)
     return Generated([Completion(row.prompt, row.text, row.new, row.finish) for row in rows], tokens_per_s)
+
+
+def check(prompts: Sequence[str], max_tokens: int, seed: int, stop: Sequence[str]) -> None:
+    """What `generate` asks of its arguments, for who wants to know before anything is shown. Raises: UserError."""
+    if not prompts:
+        raise UserError('there is no prompt; give at least one')
+    for text in (*prompts, *stop):
+        if any('\ud800' <= c <= '\udfff' for c in text):  # how Python holds bytes of a command line that are not UTF-8
+            raise UserError(f'{ascii(text)[:80]} is not text: it holds bytes that are not UTF-8')
+    if max_tokens < 1:
+        raise UserError(f'max_tokens = {max_tokens} must be at least 1')
+    check_number('max_tokens', max_tokens)
+    check_number('seed', seed)  # jax would take a larger one for another, silently
+    if '' in stop:
+        raise UserError('a stop string is empty; leave it out')
 
 
 def decode(lm: LM, step: Callable, rows: list[Row], max_tokens: int, key: Array, on_text: Callable[[int, str], None]) -> float:

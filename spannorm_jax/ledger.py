@@ -114,7 +114,7 @@ class Profile:
     WARM_UP = 2
 
     def __init__(self, folder: Path, steps: int):
-        self.folder, self.steps, self.launched, self.running = folder, steps, 0, False
+        self.folder, self.steps, self.launched, self.begun, self.running = folder, steps, 0, False, False
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -124,7 +124,7 @@ class Profile:
             return
         if self.launched == self.WARM_UP:
             jax.profiler.start_trace(str(self.folder))
-            self.running = True
+            self.begun = self.running = True
         # One step is always under way: when the second one after the last is launched, that one is done.
         if self.launched == self.WARM_UP + self.steps + 1:
             self.close()

@@ -2,11 +2,15 @@
 
 import runpy
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from spannorm_jax.config import Config, edit, from_dict
 from spannorm_jax.errors import MissingInput, UserError, nearest
 from spannorm_jax.json_file import read_json
+
+TOKENIZER = 'tokenizer'  # folder of a run where an import puts its model's tokenizer
 
 
 def folder(kind: str) -> Path:
@@ -60,28 +64,41 @@ def find_run(text: str) -> Path:
 
 
 def read_config(run: Path) -> Config:
-    """The config.json of a run."""
+    """The config.json of a run. A tokenizer that lies in the run's own folder is found there, wherever the folder was moved to."""
     path = run / 'config.json'
     tree = read_json(path)
     if isinstance(tree, dict) and 'model_type' in tree:
         raise UserError(f'{path} is of a Hugging Face layout, not of a run; make a run of it first: spannorm import {run} runs/imported')
     try:
-        return from_dict(Config, tree)
+        cfg = from_dict(Config, tree)
     except UserError as e:
         raise type(e)(f'{path}: {e}') from None
+    own = run / TOKENIZER / Path(cfg.data.tokenizer).name
+    return edit(cfg, {'data.tokenizer': str(own.absolute())}) if own.is_file() else cfg
+
+
+def define(file: str) -> None:
+    """Run a Python file for what it adds to the table of topologies. Raises: MissingInput, UserError (an error in it, with its line)."""
+    if not Path(file).is_file():
+        raise MissingInput(f'topology file {file!r} does not exist')
+    _run(Path(file), lambda names: None)
 
 
 def _call(path: Path) -> Config:
     """get() of a config file."""
+    cfg = _run(path, lambda names: names['get']() if callable(names.get('get')) else None)
+    if not isinstance(cfg, Config):
+        raise UserError(f'{path}: expected a function get() that returns a spannorm_jax Config')
+    return cfg
+
+
+def _run(path: Path, then: Callable[[dict[str, Any]], Any]) -> Any:
+    """Run a Python file, and `then` with its names. Raises: UserError for whatever goes wrong in it, with the line."""
     try:
-        get = runpy.run_path(str(path)).get('get')
-        cfg = get() if callable(get) else None
+        return then(runpy.run_path(str(path)))
     except UserError as e:
         raise type(e)(f'{path}: {e}') from None
     except (Exception, SystemExit) as e:
         at = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(path)]
         line = e.lineno if isinstance(e, SyntaxError) else at[-1] if at else '?'
         raise UserError(f'{path}, line {line}: {type(e).__name__}: {e}') from None
-    if not isinstance(cfg, Config):
-        raise UserError(f'{path}: expected a function get() that returns a spannorm_jax Config')
-    return cfg

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,13 +43,15 @@ def score(
     mesh_cfg: MeshConfig,
     protocol: str = 'rows',
     stride: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """{run, step, split, source, corpus, loss, bits_per_byte, perplexity (per token), word_perplexity, byte_perplexity, tokens, words,
     bytes, documents, protocol} of the newest checkpoint; by document and strided also `text_alone`, the same measures without the ends of
     documents, as lm-evaluation-harness has them.
 
     `source` is other text than the run's own. `rows` is what training itself measures, to the last bit on the same devices. `stride` is
-    for `strided`: None means half a row. How many rows go through the model at once does not change the result.
+    for `strided`: None means half a row. How many rows go through the model at once does not change the result. `progress` hears of the
+    batches, by document and strided of the documents, that are done.
 
     Raises: MissingInput (no checkpoint yet), BadData (the run's source has changed since; damaged checkpoint), UserError (mesh, stride).
     """
@@ -62,6 +64,8 @@ def score(
     distributed.check_mesh(mesh)
     corpus = distributed.prepared_by_first('the data', lambda: open_data(cfg.data))
     params, step, trained_on = restore_params(run, cfg, mesh)
+    if source is None and not trained_on:
+        raise UserError(f'{str(run)!r} was imported and does not say what it was trained on; name the text to evaluate on with --source')
     if source is None and trained_on != corpus.hash:
         raise BadData(
             f'{str(run)!r} was trained on another text (hash {trained_on[:12]}) than {cfg.data.source!r} is now (hash {corpus.hash[:12]}), '
@@ -73,12 +77,13 @@ def score(
     if protocol == 'rows':
         eval_step = jax.jit(make_eval_step(cfg, LM(cfg.model)), out_shardings=sharding.replicated(mesh))
         with jax.set_mesh(mesh), held_out.batches(sharding.local_rows(mesh, held_out.batch)) as batches:
-            found = evaluate(eval_step, params, (sharding.put_batch(b, mesh, held_out.batch) for b in batches), held_out.bytes)
+            placed = (sharding.put_batch(b, mesh, held_out.batch) for b in batches)
+            found = evaluate(eval_step, params, counted(placed, len(held_out), progress), held_out.bytes)
         assert found is not None  # only a `stop` makes it so
         nats, tokens = found.nats, found.tokens
     else:
         scorer = likelihood.Scorer(LM(cfg.model), params, mesh, cfg.data.seq, rows, cfg.optim.loss_chunk)
-        nats, tokens, ends = nats_by_document(scorer, held_out.texts(), stride)
+        nats, tokens, ends = nats_by_document(scorer, counted(held_out.texts(), held_out.documents, progress), stride)
         alone = {'text_alone': measures(nats - ends, tokens - held_out.documents, words, held_out.bytes)}
     return {
         'run': str(run),
@@ -94,6 +99,13 @@ def score(
         'documents': held_out.documents,
         'protocol': (PROTOCOLS[protocol] + COUNTED).format(seq=cfg.data.seq, stride=stride, least=cfg.data.seq - stride + 1),
     }
+
+
+def counted(items: Iterable[Any], total: int, progress: Callable[[int, int], None]) -> Iterator[Any]:
+    for done, item in enumerate(items):
+        progress(done, total)
+        yield item
+    progress(total, total)
 
 
 def stride_of(protocol: str, stride: int | None, seq: int) -> int:

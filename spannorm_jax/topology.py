@@ -419,7 +419,8 @@ def canonical(name: str) -> str:
             return known
     if key in AMBIGUOUS:
         raise UserError(f'topology {name!r} is ambiguous: {AMBIGUOUS[key]}')
-    raise UserError(f'unknown topology {name!r}; {nearest(key, TOPOLOGIES)}')
+    own = 'one of your own is known where its file is the CONFIG, or is given with --topology-file'
+    raise UserError(f'unknown topology {name!r}; {nearest(key, TOPOLOGIES)}; {own}')
 
 
 def runs(cfg: Any) -> list[tuple[Callable, bool, int]]:

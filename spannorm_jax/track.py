@@ -1,5 +1,7 @@
 """Where metrics go: metrics.jsonl always, TensorBoard and Weights & Biases where asked for."""
 
+import contextlib
+import importlib
 import io
 import json
 import math
@@ -175,10 +177,8 @@ class TensorBoard:
     """Scalars as they are; lists of length L as one scalar per layer. What an earlier start wrote after `step` is not shown."""
 
     def __init__(self, folder: Path, step: int = 0):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as e:
-            raise UserError("run.sinks has 'tensorboard', which needs tensorboardX: pip install 'spannorm-jax[track]'") from e
+        from tensorboardX import SummaryWriter
+
         self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, row: Row) -> None:
@@ -195,11 +195,10 @@ class WandB:
     """Rows as they are. The run's id is its directory's name, so that a resumed run goes on in the same W&B run."""
 
     def __init__(self, name: str, config: dict[str, Any], folder: Path):
-        try:
-            import wandb
-        except ImportError as e:
-            raise UserError("run.sinks has 'wandb', which needs wandb: pip install 'spannorm-jax[track]'") from e
-        self.run = wandb.init(id=name, name=name, config=config, dir=str(folder), resume='allow')
+        import wandb
+
+        with wandb_errors():
+            self.run = wandb.init(id=name, name=name, config=config, dir=str(folder), resume='allow')
 
     def write(self, row: Row) -> None:
         self.run.log({k: v for k, v in row.items() if k != 'step' and v is not None}, step=row['step'])
@@ -208,8 +207,39 @@ class WandB:
         self.run.finish()
 
 
+LIBRARIES = {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}
+
+
+def check_sinks(names: Iterable[str]) -> None:
+    """What sinks need is there: their library, and for W&B who you are. Asked before anything is computed.
+
+    Raises: UserError, naming the extra that is missing, or what W&B says.
+    """
+    for name in names:
+        library = LIBRARIES[name]
+        try:
+            importlib.import_module(library)
+        except ImportError as e:
+            raise UserError(f"run.sinks has {name!r}, which needs {library}: pip install 'spannorm-jax[track]'") from e
+        if name == 'wandb' and distributed.first():
+            import wandb
+
+            with wandb_errors():
+                wandb.login(verify=False)  # asks on a terminal; offline it does nothing
+
+
+@contextlib.contextmanager
+def wandb_errors() -> Iterator[None]:
+    import wandb
+
+    try:
+        yield
+    except wandb.Error as e:
+        raise UserError(f"run.sinks has 'wandb', which did not start: {e} Or set WANDB_MODE=offline, and send the run later") from e
+
+
 def open_sinks(names: Iterable[str], folder: Path, config: dict[str, Any], step: int = 0) -> list[Sink]:
-    """The sinks a config asks for, of a run that goes on at `step`. Raises UserError naming the extra that is missing."""
+    """The sinks a config asks for, of a run that goes on at `step`. Raises: UserError (W&B does not start)."""
     make = {'tensorboard': lambda: TensorBoard(folder / 'tensorboard', step), 'wandb': lambda: WandB(folder.name, config, folder)}
     return [make[name]() for name in names]
 

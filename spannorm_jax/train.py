@@ -24,7 +24,7 @@ from spannorm_jax.program import program
 from spannorm_jax.restart import Progress, data_identity, resumable
 from spannorm_jax.rundir import Outcome, Position
 from spannorm_jax.step import TrainState, evaluate, init_state, leaf_names, make_eval_step
-from spannorm_jax.track import MetricsFile, Row, open_log, read_rows
+from spannorm_jax.track import MetricsFile, Row, check_sinks, open_log, read_rows
 from spannorm_jax.watchdog import Watchdog
 
 MAX_ROLLBACKS = 3
@@ -56,8 +56,8 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
     folder = rundir.run_dir(cfg)
     distributed.same('the configurations', resume.flat(to_dict(cfg)), 'give every process the same command')
     if (done := rundir.look(cfg, folder)) is not None:
-        tell('message', {'text': done.message})
-        return done
+        return as_it_is(done, tell, profile)
+    check_sinks(cfg.run.sinks)
     ledger = Ledger(folder)
     use_compilation_cache()
     mesh = sharding.make_mesh(cfg.mesh)
@@ -80,8 +80,7 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
     with alone(folder):
         distributed.check_shared(folder)
         if (done := rundir.look(cfg, folder)) is not None:  # again: another process may have begun here in the meantime
-            tell('message', {'text': done.message})
-            return done
+            return as_it_is(done, tell, profile)
         with jax.set_mesh(mesh), open_checkpoints(cfg, folder) as checkpoints:
             try:
                 run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger, profile)
@@ -89,6 +88,10 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
                     if distributed.any_of('the first step', signals.seen):
                         raise Interrupted('interrupted before the first step')
                     outcome = train(run)
+                if profile and not run.profile.begun:
+                    tell(
+                        'message', {'text': f'nothing was profiled: {run.profile.launched} steps were left, a trace begins with the third'}
+                    )
                 if checkpoints.wait() != outcome.step and not outcome.nonfinite:
                     raise StorageError(
                         f'the checkpoint of step {outcome.step} did not reach {str(folder)!r}; look at the disk and run again'
@@ -107,6 +110,11 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
         if outcome.status != 'preempted' and distributed.first():  # whoever interrupts is waiting
             draw(run)
     return outcome
+
+
+def as_it_is(done: Outcome, tell: Progress, profile: int) -> Outcome:
+    tell('message', {'text': done.message + ('; nothing is left to profile' if profile else '')})
+    return done
 
 
 def open_checkpoints(cfg: Config, folder: Path) -> Checkpoints:

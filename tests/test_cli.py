@@ -5,10 +5,12 @@ import errno
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -71,6 +73,8 @@ BAD_INPUT = {
     'prepare without a folder': ('prepare stdlib', 2, 'DIR'),
     'prepare nothing': ('prepare nix out', 66, "'nix' does not exist"),
     'superfluous argument': ('topologies spam', 2, 'spam'),
+    'a number that is none': ('diagnose nano --rows 2147483648', 2, 'diagnose: --rows = 2147483648: expected a whole number below 2^31'),
+    'one of several numbers': ('theory --depths 8 99999999999', 2, 'theory: --depths = 99999999999: expected a whole number'),
     'mistyped switch': ('doctor --jsn', 2, "did you mean '--json'?"),
 }
 
@@ -96,6 +100,11 @@ def test_one_line_for_each_error(here, capsys):
         (KeyboardInterrupt(), 130, 'interrupted'),
         (OSError(errno.ENOSPC, 'No space left on device', '/full'), 74, "No space left on device '/full'"),
         (OSError(errno.EROFS, 'Read-only file system'), 74, 'Read-only file system'),
+        (
+            jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore'),
+            2,
+            'Out of memory allocating 9 bytes.; ask',
+        ),
     ],
 )
 def test_what_the_system_raises(error, code, message, monkeypatch, capsys):
@@ -220,6 +229,18 @@ def test_a_closed_pipe_is_quiet():
     assert done.stderr == '' and done.stdout.strip() == '0'
 
 
+def test_text_that_the_terminal_cannot_show():
+    """Characters that its encoding lacks, and a file's name of bytes that are no text, show as escapes and end nothing."""
+    program = (
+        'import sys, spannorm_jax.__main__ as m; from spannorm_jax import cli\n'
+        'cli.main = lambda argv: print("\\u00e9 \\udcff", ascii(argv[0])); m.main()'
+    )
+    for encoding, shown in (('ascii', '\\xe9 \\udcff'), ('utf-8', 'é \\udcff')):
+        line = [sys.executable, '-c', program, b'\xff']
+        done = subprocess.run(line, env=os.environ | {'PYTHONIOENCODING': encoding}, capture_output=True, check=True)
+        assert done.stdout.decode() == f"{shown} '\\udcff'\n"
+
+
 def test_version(capsys):
     assert cli.main(['--version']) == 0
     assert capsys.readouterr().out == 'spannorm 0.1.0\n'
@@ -295,7 +316,9 @@ def test_train_eval_resume(here, text, capsys):
 
     for split, group in (('validation', 'eval'), ('test', 'test')):
         assert cli.main(['eval', str(run), '--split', split, '--json']) == 0
-        found = json.loads(capsys.readouterr().out)
+        out, err = capsys.readouterr()
+        found = json.loads(out)
+        assert re.search(r'^evaluating: (\d+) of \1 batches$', err, re.M)
         np.testing.assert_allclose(
             [found['loss'], found['bits_per_byte']], [last[f'{group}/loss'], last[f'{group}/bits_per_byte']], rtol=1e-6
         )

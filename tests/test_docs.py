@@ -113,8 +113,8 @@ def commands():
 @pytest.mark.parametrize('line', list(commands()))
 def test_commands_parse(line):
     words = [w for w in shlex.split(line, comments=True)[1:] if w != '...']
-    if not words or {'COMMAND', 'CONFIG', 'mine.py'} & set(words) or 'runs/x/config.json' in words:
-        assert words[:1] in ([], ['COMMAND'], ['train'], ['audit'], ['plan'], ['bench'])
+    if not words or {'COMMAND', 'CONFIG'} & set(words) or 'mine.py' in words[1:2] or 'runs/x/config.json' in words:
+        assert words[:1] in ([], ['COMMAND'], ['train'], ['audit'], ['plan'], ['bench'], ['diagnose'])
         return
     assert words[0] in cli.COMMANDS
     if len(words) > 1 and '--help' not in words:
@@ -187,7 +187,7 @@ def test_python_runs(page, tmp_path, monkeypatch):
         assert space['cfg'].topology == 'halved'
 
 
-def test_the_path_of_docs_start(tmp_path, monkeypatch):
+def test_the_path_of_docs_start(tmp_path, monkeypatch, capsys):
     """Its file trains and compares, as its commands say; the models are made tiny."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'mine.py').write_text(blocks(ROOT / 'docs/start.md', 'python')[0])
@@ -200,6 +200,15 @@ def test_the_path_of_docs_start(tmp_path, monkeypatch):
             'spannorm_jax.compare.labels', lambda configs: shown.append([cfg.model.topology for cfg in configs]) or ['a', 'b']
         )
         runpy.run_path('mine.py', run_name='__main__')
+        (run,) = (tmp_path / 'runs').glob('mine-*')
+        rest = {'eval': '--tokens 64 --mesh.devices 1', 'generate': '--prompt a --max-tokens 3 --mesh.devices 1', 'export': 'exported'}
+        assert rest.keys() == {name for name, command in cli.COMMANDS.items() if hasattr(command.options, 'topology_file')}
+        for command, more in rest.items():
+            del TOPOLOGIES['halved']
+            line = f'{command} {run} {more}'.split()
+            assert cli.main(line) == 2 and '--topology-file' in capsys.readouterr().err
+            assert cli.main([*line, '--topology-file', 'mine.py']) == 0, command
+        assert 'def halved(' in (tmp_path / 'exported/modeling_spannorm_jax.py').read_text()
     finally:
         TOPOLOGIES.pop('halved', None)
     assert shown == [['halved', 'span']] and (tmp_path / 'compare.png').stat().st_size > 1000
@@ -233,6 +242,16 @@ def test_compare_labels_say_what_differs():
     other = edit(base, {'model.topology': 'pre', 'run.seed': 1})
     assert labels([base, other]) == ['topology span, seed 0', 'topology pre, seed 1']
     assert labels([base]) == ['debug'] and labels([]) == []
+
+
+def test_a_run_under_way_can_be_compared(tmp_path):
+    """The last line of its metrics may be half written."""
+    from spannorm_jax.compare import read_run
+
+    (tmp_path / 'config.json').write_text(json.dumps(to_dict(load.load_config('debug'))))
+    assert read_run(tmp_path)['metrics'] == []
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "train/loss": 5.0}\n{"step": 2, "tra')
+    assert read_run(tmp_path)['metrics'] == [{'step': 1, 'train/loss': 5.0}]
 
 
 def test_kept_figure_is_drawn_from_kept_numbers():

@@ -142,7 +142,12 @@ def test_prompts_end_at_the_same_place():
 
 def test_refusals():
     lm, params = model()
-    for change, match in (({'prompts': []}, 'no prompt'), ({'max_tokens': 0}, 'max_tokens = 0'), ({'stop': ['']}, 'stop string is empty')):
+    bad = [
+        ({'prompts': []}, 'no prompt'), ({'max_tokens': 0}, 'max_tokens = 0'), ({'stop': ['']}, 'stop string is empty'),
+        ({'prompts': ['a', 'b\udcff']}, 'is not text'), ({'stop': ['\udcff']}, 'is not text'),
+        ({'max_tokens': 2**31}, 'max_tokens = 2147483648'), ({'seed': 2**32}, 'seed = 4294967296'), ({'seed': -(2**70)}, 'seed = -'),
+    ]  # fmt: skip
+    for change, match in bad:
         with pytest.raises(UserError, match=match):
             generate(lm, params, BYTES, **{'prompts': ['x']} | change)
     small = LM(tiny('span'))
@@ -156,6 +161,8 @@ def test_command(trained, capsys):
     assert cli.main(greedy) == 0
     out, err = capsys.readouterr()
     assert out.startswith('document') and 'step 3, ' in err and 'tokens/s' in err
+    assert cli.main([*greedy, '--max-tokens', '1']) == 0
+    assert capsys.readouterr().err == 'step 3, 1 tokens\n'
     assert cli.main([*greedy, 'other', '--json']) == 0
     found = json.loads(capsys.readouterr().out)
     assert [c['prompt'] for c in found['completions']] == ['document', 'other'] and found['step'] == 3
@@ -172,8 +179,12 @@ def test_command(trained, capsys):
         ('generate RUN --top-p 2', 2, 'top_p = 2.0 is outside (0, 1]'),
         ('generate RUN --max-tokens 0 --mesh.devices 1', 2, 'max_tokens = 0'),
         ('generate RUN --promt x', 2, "did you mean '--prompt'?"),
+        ('generate RUN --seed 9223372036854775808', 2, '--seed = 9223372036854775808: expected a whole number'),
+        ('generate RUN --prompt a\udcffb --mesh.devices 1', 2, "'a\\udcffb' is not text"),
     ],
 )
 def test_bad_input(line, code, message, trained, capsys):
+    capsys.readouterr()
     assert cli.main(line.replace('RUN', trained).split()) == code
-    assert message in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert message in err and out == ''

@@ -3,6 +3,7 @@
 import json
 import resource
 import struct
+import sys
 import time
 
 import golden_maps as maps
@@ -16,6 +17,7 @@ from test_golden import load as load_golden
 from test_topology import READINGS, random_params, tiny
 
 from spannorm_jax import LM, cli, topology
+from spannorm_jax.config import MeshConfig
 from spannorm_jax.data import load_tokenizer
 from spannorm_jax.errors import BadData, MissingInput, UserError
 from spannorm_jax.interop import load_hf, save_hf
@@ -429,7 +431,59 @@ def test_nothing_is_overwritten_or_left_half(tmp_path, monkeypatch):
             save_hf(cfg, params, tmp_path / 'new')
     assert not (tmp_path / 'new').exists()
     save_hf(cfg, params, tmp_path / 'new')
-    assert {p.name for p in tmp_path.iterdir()} == {'full', 'new'}
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'link').symlink_to('empty')
+    save_hf(cfg, params, tmp_path / 'link')
+    assert {p.name for p in tmp_path.iterdir()} == {'full', 'new', 'empty', 'link'}
+    assert (tmp_path / 'link').is_symlink() and files(tmp_path / 'empty') == files(tmp_path / 'new')
+
+
+def test_an_import_is_whole_or_not_there(tmp_path, monkeypatch):
+    from spannorm_jax.checkpoint import Checkpoints
+    from spannorm_jax.interop.runs import import_run
+
+    cfg = tiny('pre', layers=1, vocab=257)
+    save_hf(cfg, random_params(cfg), tmp_path / 'x', tokenizer=load_tokenizer('bytes'))
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(Checkpoints, 'save_params', fail)
+        import_run(tmp_path / 'x', tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+    import_run(tmp_path / 'x', tmp_path / 'run')
+    assert {p.name for p in tmp_path.iterdir()} == {'x', 'run'}
+
+
+def test_an_imported_run_can_be_moved(tmp_path):
+    """Its tokenizer goes with it, and no path of this machine is written down."""
+    from spannorm_jax.interop.huggingface import byte_files
+    from spannorm_jax.interop.runs import import_run
+    from spannorm_jax.score import load_run
+
+    cfg = tiny('pre', layers=1, vocab=257)
+    save_hf(cfg, random_params(cfg), tmp_path / 'x', tokenizer=load_tokenizer('bytes'))
+    changed = byte_files()['tokenizer.json'] | {
+        'truncation': {'direction': 'Right', 'max_length': 9, 'strategy': 'LongestFirst', 'stride': 0}
+    }
+    (tmp_path / 'x' / 'tokenizer.json').write_text(json.dumps(changed))
+    import_run(tmp_path / 'x', tmp_path / 'run')
+    assert str(tmp_path) not in (tmp_path / 'run' / 'config.json').read_text()
+    (tmp_path / 'run').rename(tmp_path / 'moved')
+    assert load_run(tmp_path / 'moved', MeshConfig(devices=1)).tokenizer.vocab == 257
+
+
+def test_an_export_of_bytes_needs_no_library(tmp_path, monkeypatch):
+    from spannorm_jax.interop.runs import import_run
+
+    monkeypatch.setitem(sys.modules, 'tokenizers', None)
+    cfg = tiny('span', layers=1, vocab=257)
+    save_hf(cfg, random_params(cfg), tmp_path / 'x', tokenizer=load_tokenizer('bytes'))
+    assert import_run(tmp_path / 'x', tmp_path / 'run').data.tokenizer == 'bytes'
+    (tmp_path / 'x' / 'tokenizer_config.json').write_text('{}')
+    with pytest.raises(UserError, match='needs tokenizers'):
+        import_run(tmp_path / 'x', tmp_path / 'other')
 
 
 def test_a_topology_of_ones_own_exports_if_it_has_a_source(tmp_path):
@@ -521,6 +575,11 @@ def test_commands(trained, tmp_path, capsys):
         ('export NEW NEW', 66, 'is not a run'),
         ('import NEW NEW', 66, 'is not a folder'),
         ('import RUN NEW', 2, 'model_type None is not read here'),
+        ('export RUN .', 2, 'is the current folder'),
+        ('export RUN RUN/config.json', 2, 'is a file; give a new folder'),
+        ('export RUN NEW --shard-gb nan', 2, '--shard-gb = nan: expected a finite number'),
+        ('export RUN NEW --shard-gb inf', 2, '--shard-gb = inf: expected a finite number'),
+        ('export RUN NEW --topology-file nix.py', 66, "topology file 'nix.py' does not exist"),
     ],
 )
 def test_bad_input(line, code, message, trained, tmp_path, capsys):

@@ -108,7 +108,16 @@ def test_a_run_tells_its_time(tmp_path, monkeypatch):
 def test_a_trace_of_some_steps(tmp_path):
     """XProf's file has the steps that were asked for, by number, from the third of this start on, and what the device did in them."""
     cfg = edit(TINY, {'run.dir': str(tmp_path / 'r'), 'run.eval_every': 0, 'run.checkpoint_every': 0})
-    fit(cfg, corpus=FakeCorpus(), profile=3)
+    said = []
+    tell = lambda kind, data: said.append(data.get('text', ''))  # noqa: E731
+    few = edit(cfg, {'run.steps': 2, 'run.dir': str(tmp_path / 'few')})
+    fit(few, tell, corpus=FakeCorpus(), profile=3)
+    assert 'nothing was profiled: 2 steps were left, a trace begins with the third' in said
+    fit(few, tell, corpus=FakeCorpus(), profile=3)
+    assert 'nothing is left to profile' in said[-1] and not (tmp_path / 'few' / 'profile').exists()
+    said.clear()
+    fit(cfg, tell, corpus=FakeCorpus(), profile=3)
+    assert not [text for text in said if 'profile' in text]
     (file,) = (tmp_path / 'r' / 'profile').rglob('*.xplane.pb')
     events = [e for plane in jax.profiler.ProfileData.from_file(str(file)).planes for line in plane.lines for e in line.events]
     marks = {dict(e.stats)['step_num'] for e in events if e.name == 'train'}

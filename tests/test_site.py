@@ -59,6 +59,13 @@ def test_nothing_is_fetched_when_it_is_read(site):
         assert not re.search(r'(?:@import|url\()\s*["\']?(?:https?:)?//', style.read_text()), style.name
 
 
+def test_styles_meet_what_they_are_for(site):
+    """A rule for a language of code blocks is dead where blocks do not carry their language as a class."""
+    text = ''.join(pages(site).values())
+    languages = set(re.findall(r'\.(language-\w+)', (site / 'site.css').read_text()))
+    assert languages and all(f'class="{language} highlight"' in text for language in languages)
+
+
 def test_the_reference_has_every_public_name(site):
     from spannorm_jax import _MODULE_OF
 

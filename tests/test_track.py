@@ -3,7 +3,9 @@
 import json
 import math
 import struct
+import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from fakes import TINY, FakeCorpus
 
 from spannorm_jax.config import edit, to_dict
 from spannorm_jax.errors import UserError
-from spannorm_jax.track import MetricsFile, TensorBoard, WandB, open_sinks, plain, read_rows, scalars
+from spannorm_jax.track import MetricsFile, TensorBoard, WandB, plain, read_rows, scalars
 from spannorm_jax.train import fit
 
 ROWS = [
@@ -119,9 +121,28 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(('name', 'library'), [('tensorboard', 'tensorboardX'), ('wandb', 'wandb')])
 def test_a_tracker_that_is_not_installed(name, library, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__('sys').modules, library, None)
+    """It is said before anything is computed or written."""
+    monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(UserError, match=rf"needs {library}: pip install 'spannorm-jax\[track\]'"):
-        open_sinks([name], tmp_path, {})
+        fit(edit(TINY, {'run.root': str(tmp_path), 'run.sinks': (name,)}), corpus=FakeCorpus())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('where', ['login', 'init'])
+def test_a_tracker_that_does_not_start(where, tmp_path, monkeypatch):
+    """W&B's own word for it, and what to do; without credentials before anything is computed."""
+    fake = types.ModuleType('wandb')
+    fake.Error = type('Error', (Exception,), {})
+
+    def refuse(**kwargs):
+        raise fake.Error('No API key configured.')
+
+    fake.login = fake.init = lambda **kwargs: None
+    setattr(fake, where, refuse)
+    monkeypatch.setitem(sys.modules, 'wandb', fake)
+    with pytest.raises(UserError, match='No API key configured. Or set WANDB_MODE=offline'):
+        fit(edit(TINY, {'run.root': str(tmp_path), 'run.sinks': ('wandb',)}), corpus=FakeCorpus())
+    assert bool(list(tmp_path.iterdir())) == (where == 'init')
 
 
 def test_plain_values():

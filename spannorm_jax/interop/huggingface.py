@@ -1,11 +1,12 @@
 """A folder as Hugging Face lays it out (config.json, model.safetensors or shards of it, tokenizer files) <-> a model of ours."""
 
+import contextlib
 import json
 import math
 import re
 import reprlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +142,7 @@ def save_hf(
         raise UserError(f'unknown model_type {kind!r}; {nearest(kind, [*families.FAMILIES, OWN])}')
     ids = {'bos_token_id': tokenizer and tokenizer.bos, 'eos_token_id': tokenizer and tokenizer.eos}
     config = {'model_type': kind} | config | ids | {'max_position_embeddings': positions, 'torch_dtype': 'float32'}
-    with disk_errors('write', folder):
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f'{str(folder)!r} is not empty; give a new folder')
-        part = folder.with_name(folder.name + '.part')
-        shutil.rmtree(part, ignore_errors=True)  # of an export that was interrupted
-        part.mkdir(parents=True)
+    with disk_errors('write', folder), new_folder(folder) as part:
         (part / 'config.json').write_text(json.dumps(config, indent=1) + '\n', 'utf-8')
         for name, text in code.items():
             (part / name).write_text(text, 'utf-8')
@@ -155,10 +151,30 @@ def save_hf(
         if tokenizer is not None:
             write_tokenizer(tokenizer, part)
         write_folder(part, names.stored(cfg, names.places(cfg, layout), _lazily(cfg, params)), shard_bytes)
-        if folder.exists():
-            folder.rmdir()
-        part.rename(folder)
     return kind
+
+
+def free(folder: Path) -> Path:
+    """The folder itself, behind any link to it. Raises: UserError where it is a file, holds something, or is the current folder."""
+    found = folder.resolve()
+    if found == Path.cwd():
+        raise UserError(f'{str(folder)!r} is the current folder; give a new one')
+    if found.is_file():
+        raise UserError(f'{str(folder)!r} is a file; give a new folder')
+    if found.exists() and any(found.iterdir()):
+        raise UserError(f'{str(folder)!r} is not empty; give a new folder')
+    return found
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` when all is written: no half of it is ever seen there. Raises as `free` does."""
+    found = free(folder)
+    part = found.with_name(found.name + '.part')
+    shutil.rmtree(part, ignore_errors=True)  # of a start that was interrupted
+    part.mkdir(parents=True)
+    yield part
+    part.rename(found)  # takes the place of an empty folder
 
 
 def default_type(cfg: ModelConfig) -> str:
