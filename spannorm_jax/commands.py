@@ -1,4 +1,4 @@
-"""What each command of `spannorm` does with its options (the dataclasses of cli.py). Results are printed on stdout.
+"""What each command of `spannorm` does with its options (the dataclasses of options.py). Results are printed on stdout.
 
 Whatever computes is imported where it is used: jax takes seconds to load, and `--help` must not wait for it.
 """
@@ -11,18 +11,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spannorm_jax import options
 from spannorm_jax.errors import BadData, CheckFailed, UserError
 from spannorm_jax.load import define, find_run
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from spannorm_jax import cli
-
 PROFILED = 4  # steps: enough to see one follow another, few enough to look at
 
 
-def train(args: 'cli.Train') -> int:
+def train(args: options.Train) -> int:
     from spannorm_jax import distributed
     from spannorm_jax.progress import Progress
     from spannorm_jax.score import summary
@@ -36,7 +35,7 @@ def train(args: 'cli.Train') -> int:
     return outcome.exit_code
 
 
-def prepare(args: 'cli.Prepare') -> int:
+def prepare(args: options.Prepare) -> int:
     from spannorm_jax import data
     from spannorm_jax.progress import Progress
 
@@ -58,7 +57,7 @@ def prepare(args: 'cli.Prepare') -> int:
     return 0
 
 
-def evaluate(args: 'cli.Eval') -> int:
+def evaluate(args: options.Eval) -> int:
     from spannorm_jax import distributed
     from spannorm_jax.progress import Progress
     from spannorm_jax.score import load_run, score
@@ -97,7 +96,7 @@ def evaluate(args: 'cli.Eval') -> int:
     return 0
 
 
-def run_of(args: 'cli.Eval | cli.Generate | cli.Export') -> Path:
+def run_of(args: options.Eval | options.Generate | options.Export) -> Path:
     """The folder of the run that a command is about, with a topology of one's own in the table."""
     if args.topology_file is not None:
         define(args.topology_file)
@@ -122,7 +121,7 @@ def show_tasks(found: dict[str, Any]) -> None:
     print(f'protocol: {found["protocol"]}')
 
 
-def verify(args: 'cli.Verify') -> int:
+def verify(args: options.Verify) -> int:
     from spannorm_jax.manifest import verify
 
     found = verify(find_run(args.run))
@@ -140,7 +139,7 @@ def verify(args: 'cli.Verify') -> int:
     return 0
 
 
-def generate(args: 'cli.Generate') -> int:
+def generate(args: options.Generate) -> int:
     from spannorm_jax import generate as g
     from spannorm_jax.score import load_run
 
@@ -171,7 +170,7 @@ def generate(args: 'cli.Generate') -> int:
     return 0
 
 
-def export(args: 'cli.Export') -> int:
+def export(args: options.Export) -> int:
     from spannorm_jax.config import MeshConfig
     from spannorm_jax.interop import card, save_hf
     from spannorm_jax.interop.huggingface import default_type
@@ -196,7 +195,7 @@ def export(args: 'cli.Export') -> int:
     return 0
 
 
-def import_(args: 'cli.Import') -> int:
+def import_(args: options.Import) -> int:
     from spannorm_jax.interop.runs import import_run
     from spannorm_jax.rundir import model_line
 
@@ -210,7 +209,7 @@ def import_(args: 'cli.Import') -> int:
     return 0
 
 
-def audit(args: 'cli.Audit') -> int:
+def audit(args: options.Audit) -> int:
     from spannorm_jax.audit import audit, grouped, span_of
 
     rows = list(audit(args.settings))
@@ -234,7 +233,7 @@ def audit(args: 'cli.Audit') -> int:
     return 0
 
 
-def plan(args: 'cli.Plan') -> int:
+def plan(args: options.Plan) -> int:
     from spannorm_jax.chips import FORMS, parse_chips
 
     if not args.chips:
@@ -261,7 +260,7 @@ def plan(args: 'cli.Plan') -> int:
     return 0
 
 
-def bench(args: 'cli.Bench') -> int:
+def bench(args: options.Bench) -> int:
     from spannorm_jax.bench import MFU, bench, variants
 
     found = bench(variants(args.settings, args.vs), args.rounds, lambda text: print(text, file=sys.stderr))
@@ -288,7 +287,7 @@ def bench(args: 'cli.Bench') -> int:
     return 0
 
 
-def experiment(args: 'cli.Experiment') -> int:
+def experiment(args: options.Experiment) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f'experiment: --jobs {args.jobs} must be at least 1')
     import jax
@@ -340,7 +339,7 @@ def experiment(args: 'cli.Experiment') -> int:
     return 0
 
 
-def report(args: 'cli.Report') -> int:
+def report(args: options.Report) -> int:
     from spannorm_jax import results_page
     from spannorm_jax.checkpoint import disk_errors
 
@@ -362,7 +361,7 @@ def report(args: 'cli.Report') -> int:
     return 0
 
 
-def theory(args: 'cli.Theory') -> int:
+def theory(args: options.Theory) -> int:
     from spannorm_jax.theory import show as shown
     from spannorm_jax.theory import theory
 
@@ -379,7 +378,7 @@ def theory(args: 'cli.Theory') -> int:
     return 0
 
 
-def diagnose(args: 'cli.Diagnose') -> int:
+def diagnose(args: options.Diagnose) -> int:
     from spannorm_jax.diagnose import as_json, diagnose
 
     if not args.targets:
@@ -395,7 +394,7 @@ def diagnose(args: 'cli.Diagnose') -> int:
     return 0
 
 
-def topologies(args: 'cli.Topologies') -> int:
+def topologies(args: options.Topologies) -> int:
     from spannorm_jax import catalog
 
     rows = catalog.rows()
@@ -413,7 +412,7 @@ def topologies(args: 'cli.Topologies') -> int:
     return 0
 
 
-def doctor(args: 'cli.Doctor') -> int:
+def doctor(args: options.Doctor) -> int:
     from spannorm_jax.doctor import examine
 
     found = examine()

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from spannorm_jax import catalog, cli, commands, doctor, edit, load, score
+from spannorm_jax import catalog, cli, commands, doctor, edit, load, options, score
 from spannorm_jax.config import Config, ModelConfig, run_id, to_dict
 from spannorm_jax.model_config import MLA, MOE
 from spannorm_jax.parametrization import FIELDS as PARAMETRIZATION
@@ -159,7 +159,7 @@ def test_overrides_reach_every_field():
     readers |= dict.fromkeys((*MLA, 'attention'), 'post') | dict.fromkeys((*MOE, 'experts'), 'lns')
     readers |= dict.fromkeys(('parametrization', *PARAMETRIZATION), 'reordered')
     lines = {}
-    for option, hint in cli.options_of(cli.Train):
+    for option, hint in cli.options_of(options.Train):
         path = option.removeprefix('--').replace('-', '_')
         if path == 'profile':  # no field: what this one start does besides
             continue
@@ -509,9 +509,9 @@ class TestProgress:
 
 
 def test_options_of_lists_every_field():
-    names = {name for name, _ in cli.options_of(cli.Audit)}
+    names = {name for name, _ in cli.options_of(options.Audit)}
     sections = {f.name for f in dataclasses.fields(Config)}
-    assert {f'--{f.name.replace("_", "-")}' for f in dataclasses.fields(cli.Audit)} - names == {'--config', '--settings'}
+    assert {f'--{f.name.replace("_", "-")}' for f in dataclasses.fields(options.Audit)} - names == {'--config', '--settings'}
     assert {name[2:].split('.')[0] for name in names if '.' in name} == sections - {'name'}
     assert score.PROTOCOLS and pathlib.Path(load.folder('configs')).is_dir() and time.time() > 0
 

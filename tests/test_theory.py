@@ -394,7 +394,7 @@ def test_theory_refuses(options, says):
     with pytest.raises(UserError, match=says):
         theory(**options)
     assert set(CLAIMS) == {'T1', 'T5', 'T6', 'T8', 'T11'}
-    typed = cli.Theory()
+    typed = options.Theory()
     assert (typed.depths, typed.seeds, typed.activations) == (DEPTHS, SEEDS, ACTIVATION_AXIS)
 
 
