@@ -65,8 +65,8 @@ class _Background(logging.Handler):
                 with disk_errors('write a checkpoint to', self.folder):
                     raise found
             except Exception as e:
-                self.error = e
-                distributed.leave(e)
+                self.error = distributed.blame(e)
+                distributed.leave(self.error)
 
 
 class Checkpoints:
@@ -273,6 +273,8 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as e:  # Orbax and tensorstore have no common error for a file that is damaged or missing
+            if isinstance(lost := distributed.blame(e), UserError):
+                raise lost from e
             reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
             raise BadData(f'checkpoint {self._name(step)} is damaged or of another model ({reason}){MEND}') from e
 
