@@ -153,6 +153,17 @@ def test_a_flipped_bit_stops_the_run_or_goes_back_one_as_the_policy_says(copy, w
     assert manifest.verify(folder)['ok']
 
 
+def test_a_step_that_lost_its_manifest_and_its_meta_is_torn(copy, whole):
+    """Nothing says that it was never committed, so nothing removes it: the policy decides."""
+    folder, cfg = copy
+    (folder / 'checkpoints' / '5' / manifest.NAME).unlink()
+    os.truncate(folder / 'checkpoints' / '5' / manifest.META, 0)
+    with pytest.raises(BadData, match=r"checkpoints/5' is damaged: 'meta/metadata' cannot be read.*or set run.torn previous"):
+        fit(cfg, corpus=FakeCorpus())
+    assert fit(edit(cfg, {'run.torn': 'previous'}), corpus=FakeCorpus()).status == 'completed' and losses(folder) == whole
+    assert (folder / 'checkpoints.damaged' / '5').is_dir()
+
+
 def test_the_last_sound_checkpoint_is_not_given_up(copy):
     folder, cfg = copy
     for step in ('4', '5'):
