@@ -57,8 +57,8 @@ def check(folder: Path, part: str = '') -> None:
 
 
 def faults(folder: Path, part: str = '') -> list[str]:
-    """What differs from the manifest, a sentence per file; sizes first, and checksums only where all sizes hold. Where there is none (format 1)
-    all that can be told is whether the meta can be read.
+    """What differs from the manifest, a sentence per file; sizes first, and checksums only where all sizes hold. Without one
+    (format 1) all that can be told is whether the meta can be read.
 
     Raises: BadData where the manifest itself cannot be used, OSError.
     """

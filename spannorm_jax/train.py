@@ -169,7 +169,10 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger,
     tell('message', {'text': f'step compiled in {time.perf_counter() - begun:.1f} s'})
     rundir.write_config(folder, cfg)
     agreed = distributed.Agreement(mesh)
-    ledger.back_to(checkpoints.latest() or 0, read_rows(folder / 'metrics.jsonl'))
+    begin, rows = checkpoints.latest() or 0, read_rows(folder / 'metrics.jsonl')
+    ledger.back_to(begin, rows)
+    if begin - (end := max((row['step'] for row in rows if row['step'] <= begin), default=0)) >= cfg.run.log_every:
+        tell('message', {'text': f'metrics.jsonl ends at step {end}, the newest checkpoint is of step {begin}: the rows between are lost'})
     return Run(
         cfg=cfg,
         folder=folder,
@@ -181,7 +184,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger,
         signalled=lambda: agreed(signals.seen),
         signals=signals,
         watchdog=Watchdog(cfg.run.hang_s, folder, lambda why: rundir.failed(why, checkpoints.latest() or 0).try_to_save(folder)),
-        log=open_log(folder, checkpoints.latest() or 0, cfg.run.sinks, to_dict(cfg)),
+        log=open_log(folder, begin, cfg.run.sinks, to_dict(cfg)),
         feed=Feed(cfg, corpus, sharding.local_rows(mesh, cfg.data.batch)),
         clock=Clock(cfg, mesh),
         ledger=ledger,

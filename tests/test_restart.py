@@ -173,6 +173,17 @@ def test_the_last_sound_checkpoint_is_not_given_up(copy):
     assert (folder / 'checkpoints' / '4').is_dir()
 
 
+@pytest.mark.parametrize('kept', [3, 5])
+def test_rows_that_are_gone_are_missed(copy, whole, kept):
+    folder, cfg = copy
+    lines = (folder / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (folder / 'metrics.jsonl').write_text(''.join(lines[:kept]))
+    told = []
+    assert fit(cfg, lambda kind, data: told.append(data.get('text', '')), corpus=FakeCorpus()).status == 'completed'
+    missed = f'metrics.jsonl ends at step {kept}, the newest checkpoint is of step 5: the rows between are lost'
+    assert (missed in told) == (kept < 5) and losses(folder) == [*whole[:kept], whole[5]]
+
+
 def test_a_step_without_its_manifest_was_never_committed(copy, whole):
     folder, cfg = copy
     (folder / 'checkpoints' / '5' / manifest.NAME).unlink()
