@@ -1,10 +1,10 @@
-"""What a checkpoint costs: 50 steps with one against 50 steps without, in turn in one process; and how fast one is verified.
+"""What a checkpoint costs: some steps with one against as many without, in turn in one process; and how fast one is verified.
 
-    python benchmarks/checkpoint.py [--layers 12] [--width 256] [--every 50] [--pairs 3]
+    python benchmarks/checkpoint.py [--layers 12] [--width 256] [--steps 50] [--every 50] [--pairs 3]
 
-Prints one JSON line: seconds of each kind of block, the cost of a checkpoint as a share of the time of its steps, and MB/s of verification
-beside those of reading the same files without hashing, both from the disk. Every figure is a pair: by the clock, and in processor time of
-all threads. Other work on the machine disturbs the latter less, and in it what is written in the background counts whole.
+Prints one JSON line: seconds of a step and, of each pair of blocks of --steps, of a checkpoint; the median as a share of --every steps; and
+MB/s of verification beside those of reading the same files without hashing, both from the disk. Each figure is a pair: by the clock, and in
+processor time of all threads. Other work on the machine disturbs the latter less, and in it what is written in the background counts whole.
 """
 
 import argparse
@@ -52,6 +52,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--layers', type=int, default=12)
     p.add_argument('--width', type=int, default=256)
+    p.add_argument('--steps', type=int, default=50)
     p.add_argument('--every', type=int, default=50)
     p.add_argument('--pairs', type=int, default=3)
     a = p.parse_args()
@@ -90,7 +91,7 @@ def main() -> None:
         block(True, 1)  # everything once
         for _ in range(a.pairs):
             for kind, of in spent.items():
-                of.append(block(kind == 'with', a.every))
+                of.append(block(kind == 'with', a.steps))
         newest = checkpoints.folder / str(checkpoints.latest())
         files = [path for _, path in manifest.walk(newest)]
         size, speed = sum(path.stat().st_size for path in files) / 1e6, {}
@@ -99,10 +100,10 @@ def main() -> None:
             begun = now()
             work()
             speed[f'{name}_mb_per_s'] = (size / (now() - begun)).tolist()
-    share = np.array(spent['with']) / np.array(spent['without']) - 1
-    found = {'layers': a.layers, 'width': a.width, 'every': a.every, 'checkpoint_mb': size, 'measured': ['clock', 'processor']}
-    found |= {f'seconds_{kind}': np.array(of).tolist() for kind, of in spent.items()}
-    print(json.dumps(found | {'cost': np.median(share, 0).tolist(), 'cost_of_each_pair': share.tolist()} | speed))
+    one, checkpoint = np.median(spent['without'], 0) / a.steps, np.array(spent['with']) - np.array(spent['without'])
+    found = {'layers': a.layers, 'width': a.width, 'steps': a.steps, 'every': a.every, 'measured': ['clock', 'processor']}
+    found |= {'checkpoint_mb': size, 'step_s': one.tolist(), 'checkpoint_s': checkpoint.tolist()}
+    print(json.dumps(found | {'cost': (np.median(checkpoint, 0) / (a.every * one)).tolist()} | speed))
 
 
 if __name__ == '__main__':

@@ -62,7 +62,9 @@ def together() -> Iterator[None]:
     except Exception as e:
         why = blame(e)
         leave(why)
-        raise why from why.__cause__
+        if why is e:
+            raise
+        raise why from e
     except BaseException as e:
         leave(e)
         raise
