@@ -1,10 +1,11 @@
-"""What a checkpoint costs: some steps with one against as many without, in turn in one process; and how fast one is verified.
+"""What a checkpoint costs beside the steps between two of them, and how fast one is verified.
 
-    python benchmarks/checkpoint.py [--layers 12] [--width 256] [--steps 50] [--every 50] [--pairs 3]
+    python benchmarks/checkpoint.py [--layers 12] [--width 256] [--every 50] [--rounds 8]
 
-Prints one JSON line: seconds of a step and, of each pair of blocks of --steps, of a checkpoint; the median as a share of --every steps; and
-MB/s of verification beside those of reading the same files without hashing, both from the disk. Each figure is a pair: by the clock, and in
-processor time of all threads. Other work on the machine disturbs the latter less, and in it what is written in the background counts whole.
+Prints one JSON line: seconds of a step and of a checkpoint (medians of rounds, a step and a checkpoint in turn); the share of the latter in
+--every steps; the seconds that the loop itself waits for it; MB/s of verification beside those of reading the same files without hashing,
+both from the disk. The checkpoint is waited for, so that nothing of it hides behind a step: the share is the most that it can be. Figures
+are pairs: by the clock, and in processor time of all threads, which other work on the machine disturbs less.
 """
 
 import argparse
@@ -52,9 +53,8 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--layers', type=int, default=12)
     p.add_argument('--width', type=int, default=256)
-    p.add_argument('--steps', type=int, default=50)
     p.add_argument('--every', type=int, default=50)
-    p.add_argument('--pairs', type=int, default=3)
+    p.add_argument('--rounds', type=int, default=8)
     a = p.parse_args()
     cfg = edit(Config(), {'model.layers': a.layers, 'model.width': a.width, 'model.topology': 'pre', 'mesh.devices': 1})
     mesh = sharding.make_mesh(cfg.mesh)
@@ -69,29 +69,20 @@ def main() -> None:
         'positions': np.tile(np.arange(shape[1]), (shape[0], 1)),
     }
     batch = sharding.put_batch({k: v.astype(np.int32) for k, v in batch.items()}, mesh, cfg.data.batch)
-    spent = {'without': [], 'with': []}
+    spent = {'step': [], 'checkpoint': [], 'waiting': []}
     with tempfile.TemporaryDirectory() as scratch, jax.set_mesh(mesh), Checkpoints(Path(scratch) / 'checkpoints', keep=2) as checkpoints:
         step = made.step().lower(made.abstract, made.batch, made.peaks).compile()
-        rates, state, done = made.rates(), init_state(cfg, made.lm, made.optimizer, made.places), 0
-
-        def block(save, steps):
-            nonlocal state, done
+        rates, state = made.rates(), init_state(cfg, made.lm, made.optimizer, made.places)
+        for i in range(a.rounds + 1):
             begun = now()
-            if save:
-                checkpoints.save(done, state, {'config': to_dict(cfg)})
-            for _ in range(steps):
-                checkpoints.poll()
-                state, metrics = step(state, batch, rates)
-                jax.device_get(metrics)  # as the loop does, which keeps one step in flight
-            done += steps
-            if save:
-                checkpoints.wait()  # what is not done by now would be done within the next block
-            return now() - begun
-
-        block(True, 1)  # everything once
-        for _ in range(a.pairs):
-            for kind, of in spent.items():
-                of.append(block(kind == 'with', a.steps))
+            state, metrics = step(state, batch, rates)
+            jax.device_get(metrics)
+            stepped = now()
+            checkpoints.save(i, state, {'config': to_dict(cfg)})
+            handed = now()
+            checkpoints.wait()
+            for kind, seconds in (('step', stepped - begun), ('checkpoint', now() - stepped), ('waiting', handed - stepped)):
+                spent[kind].append(seconds)
         newest = checkpoints.folder / str(checkpoints.latest())
         files = [path for _, path in manifest.walk(newest)]
         size, speed = sum(path.stat().st_size for path in files) / 1e6, {}
@@ -100,10 +91,10 @@ def main() -> None:
             begun = now()
             work()
             speed[f'{name}_mb_per_s'] = (size / (now() - begun)).tolist()
-    one, checkpoint = np.median(spent['without'], 0) / a.steps, np.array(spent['with']) - np.array(spent['without'])
-    found = {'layers': a.layers, 'width': a.width, 'steps': a.steps, 'every': a.every, 'measured': ['clock', 'processor']}
-    found |= {'checkpoint_mb': size, 'step_s': one.tolist(), 'checkpoint_s': checkpoint.tolist()}
-    print(json.dumps(found | {'cost': (np.median(checkpoint, 0) / (a.every * one)).tolist()} | speed))
+    found = {'layers': a.layers, 'width': a.width, 'every': a.every, 'measured': ['clock', 'processor'], 'checkpoint_mb': size}
+    median = {kind: np.median(seconds[1:], 0) for kind, seconds in spent.items()}  # without the first, which does everything once
+    found |= {f'{kind}_s': seconds.tolist() for kind, seconds in median.items()}
+    print(json.dumps(found | {'cost': (median['checkpoint'] / (a.every * median['step'])).tolist()} | speed))
 
 
 if __name__ == '__main__':
