@@ -65,8 +65,8 @@ class _Background(logging.Handler):
                 with disk_errors('write a checkpoint to', self.folder):
                     raise found
             except Exception as e:
-                self.error = e
-                distributed.leave(e)
+                self.error = distributed.blame(e)
+                distributed.leave(self.error)
 
 
 class Checkpoints:
@@ -179,7 +179,7 @@ class Checkpoints:
                 sealing.result()
 
     def damage(self, step: int) -> str | None:
-        """What is wrong with the files of a checkpoint, None where its manifest holds (or it is of format 1, which had none).
+        """What is wrong with the files of a checkpoint, None where its manifest holds (format 1 had none: its meta is read).
 
         Of several processes one reads them, all get the answer.
         """
@@ -194,8 +194,7 @@ class Checkpoints:
         path = self.folder / str(step)
         try:
             with disk_errors('read', path):
-                if manifest.sealed(path):
-                    manifest.check(path, part)
+                manifest.check(path, part)
         except BadData as e:
             return str(e)
 
@@ -219,7 +218,7 @@ class Checkpoints:
             if damage := self._damage(step, 'meta/'):
                 raise BadData(damage + MEND)
             try:
-                meta = read_json(self.folder / str(step) / 'meta' / 'metadata', LARGE)
+                meta = read_json(self.folder / str(step) / manifest.META, LARGE)
             except BadData as e:
                 raise BadData(f'checkpoint {self._name(step)} is damaged: {e}{MEND}') from None
         known = isinstance(meta, dict) and type(meta.get('format')) is int and isinstance(meta.get('config'), dict)
@@ -273,6 +272,8 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as e:  # Orbax and tensorstore have no common error for a file that is damaged or missing
+            if isinstance(lost := distributed.blame(e), UserError):
+                raise lost from e
             reason = str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
             raise BadData(f'checkpoint {self._name(step)} is damaged or of another model ({reason}){MEND}') from e
 

@@ -27,6 +27,7 @@ from spannorm_jax.rollcall import Member, RollCall, named
 
 T = TypeVar('T')
 GRACE_S = 10.0  # for a process that must end to do so in order, before it is ended
+STATUS = ('ABORTED:', 'CANCELLED:', 'DEADLINE_EXCEEDED:', 'INTERNAL:', 'UNAVAILABLE:', 'UNKNOWN:')  # XLA's errors begin with one
 SEEN_S = 60.0  # for a new file to show on every host: network file systems look only now and then
 
 
@@ -58,6 +59,12 @@ def together() -> Iterator[None]:
         yield
         if not _left:
             gather('the end')
+    except Exception as e:
+        why = blame(e)
+        leave(why)
+        if why is e:
+            raise
+        raise why from e
     except BaseException as e:
         leave(e)
         raise
@@ -288,7 +295,9 @@ class Agreement:
 
 def blame(error: Exception) -> Exception:
     """The error of a process that was lost, where that is why a collective failed here; it can take a moment until it is known."""
-    if several() and isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in str(error):
+    if isinstance(error, ProcessLost):
+        return error
+    if several() and _of_collective(error):
         deadline = time.monotonic() + seconds('SPANNORM_LOST_S') + 1
         while _ended is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -297,3 +306,12 @@ def blame(error: Exception) -> Exception:
     lost = ProcessLost(*_ended)
     lost.__cause__ = error
     return lost
+
+
+def _of_collective(error: BaseException | None) -> bool:
+    """Whether it comes from XLA, and not for want of memory: as JaxRuntimeError from what runs, as ValueError from a launch, or wrapped."""
+    if error is None:
+        return False
+    if str(error).startswith(STATUS) or (isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in str(error)):
+        return True
+    return _of_collective(error.__cause__ or error.__context__)

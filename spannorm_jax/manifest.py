@@ -8,6 +8,7 @@ Names in a manifest open nothing: the files that are there are walked, and looke
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from spannorm_jax.errors import BadData, MissingInput
 from spannorm_jax.json_file import LARGE, read_json
 
 NAME = 'manifest.json'
+META = 'meta/metadata'
 VERSION = 1
 CHUNK = 1 << 20  # bytes of a file in memory at a time, per thread
 LEFT = ('.removing', '.orbax-checkpoint-tmp')  # ends of names of folders that are on their way out, or in
@@ -55,10 +57,13 @@ def check(folder: Path, part: str = '') -> None:
 
 
 def faults(folder: Path, part: str = '') -> list[str]:
-    """What differs from the manifest, a sentence per file; sizes first, and checksums only where all sizes hold.
+    """What differs from the manifest, a sentence per file; sizes first, and checksums only where all sizes hold. Without one
+    (format 1) all that can be told is whether the meta can be read.
 
     Raises: BadData where the manifest itself cannot be used, OSError.
     """
+    if not sealed(folder):
+        return _unreadable(folder)
     said = {name: entry for name, entry in _read(folder).items() if name.startswith(part)}
     found = {name: path for name, path in walk(folder) if name.startswith(part)}
     problems = [f'{name!r} is missing' for name in sorted(said.keys() - found.keys())]
@@ -68,7 +73,7 @@ def faults(folder: Path, part: str = '') -> list[str]:
         path, expected = found[name], said[name][0]
         actual = None if path is None else path.stat().st_size
         if actual != expected:
-            problems.append(f'{name!r} is a link' if path is None else f'{name!r} has {actual} bytes, expected {expected}')
+            problems.append(f'{name!r} is no plain file' if path is None else f'{name!r} has {actual} bytes, expected {expected}')
     if problems:
         return problems
     digests = _each(lambda name: _digest(folder / name), both)
@@ -148,13 +153,21 @@ def leftovers(checkpoints: Path) -> list[Path]:
 
 
 def _numbered(checkpoints: Path) -> list[tuple[int, Path]]:
-    return [(int(p.name), p) for p in checkpoints.glob('*') if p.name.isdecimal() and p.name.isascii() and p.is_dir()]
+    return [(int(p.name), p) for p in checkpoints.glob('*') if re.fullmatch('0|[1-9][0-9]*', p.name) and p.is_dir()]
+
+
+def _unreadable(path: Path) -> list[str]:
+    try:
+        read_json(path / META, LARGE)
+    except (BadData, FileNotFoundError, NotADirectoryError) as e:
+        return [f'{META!r} cannot be read ({e})']
+    return []
 
 
 def _unfinished(path: Path) -> bool:
     """Whether a checkpoint without a manifest should have had one. What cannot be read is not called so: nothing unknown is removed."""
     try:
-        meta = read_json(path / 'meta' / 'metadata', LARGE)
+        meta = read_json(path / META, LARGE)
     except (BadData, OSError):
         return False
     return isinstance(meta, dict) and type(meta.get('format')) is int and meta['format'] > 1
@@ -169,7 +182,7 @@ def verify(run: Path) -> dict[str, Any]:
     for step in steps(folder):
         path = folder / str(step)
         try:
-            problems = faults(path) if sealed(path) else []
+            problems = faults(path)
         except BadData as e:
             problems = [str(e)]
         status = 'damaged' if problems else 'ok' if sealed(path) else 'no manifest'

@@ -10,7 +10,7 @@ from spannorm_jax import sharding
 from spannorm_jax.config import Config
 from spannorm_jax.model import LM, infos
 from spannorm_jax.optim import make_optimizer, peaks
-from spannorm_jax.step import TrainState, abstract_state, make_step
+from spannorm_jax.step import TrainState, abstract_state, make_eval_step, make_step
 
 
 class Program(NamedTuple):
@@ -24,6 +24,7 @@ class Program(NamedTuple):
     places: TrainState  # shardings
     abstract: TrainState  # shapes, dtypes and shardings
     batch: dict[str, jax.ShapeDtypeStruct]
+    eval_batch: dict[str, jax.ShapeDtypeStruct]  # as large as a micro-batch
     peaks: dict[str, jax.ShapeDtypeStruct]
     notes: list[str]  # of parameters that are split less than the rules say
 
@@ -31,6 +32,10 @@ class Program(NamedTuple):
         """The jitted train step; `step().lower(abstract, batch, peaks).compile()`, under `jax.set_mesh(mesh)`, is what trains."""
         step = make_step(self.cfg, self.lm, self.optimizer, self.infos, stats)
         return jax.jit(step, donate_argnums=0, out_shardings=(self.places, sharding.replicated(self.mesh)))
+
+    def eval_step(self) -> Any:
+        """The jitted `make_eval_step`; `eval_step().lower(abstract.params, eval_batch).compile()` is what evaluates."""
+        return jax.jit(make_eval_step(self.cfg, self.lm), out_shardings=sharding.replicated(self.mesh))
 
     def rates(self) -> dict[str, jax.Array]:
         """The peak rates, the last argument of a compiled step."""
@@ -46,6 +51,6 @@ def program(cfg: Config, mesh: jax.sharding.Mesh) -> Program:
     params, notes = sharding.param_shardings(tree, mesh)
     places = TrainState(whole, params, sharding.state_shardings(shapes.opt_state, shapes.params, params, mesh), whole)
     abstract = jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)
-    batch = sharding.abstract_batch((cfg.data.batch, cfg.data.seq), mesh)
+    batch, held_out = (sharding.abstract_batch((cfg.data.batch // n, cfg.data.seq), mesh) for n in (1, cfg.optim.accumulate))
     rates = dict.fromkeys(peaks(cfg.optim), jax.ShapeDtypeStruct((), jnp.float32, sharding=whole))
-    return Program(cfg, mesh, lm, tree, optimizer, places, abstract, batch, rates, notes)
+    return Program(cfg, mesh, lm, tree, optimizer, places, abstract, batch, held_out, rates, notes)

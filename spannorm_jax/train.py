@@ -23,7 +23,7 @@ from spannorm_jax.nonfinite import Trouble
 from spannorm_jax.program import program
 from spannorm_jax.restart import Progress, data_identity, resumable
 from spannorm_jax.rundir import Outcome, Position
-from spannorm_jax.step import TrainState, evaluate, init_state, leaf_names, make_eval_step
+from spannorm_jax.step import TrainState, evaluate, init_state, leaf_names
 from spannorm_jax.track import MetricsFile, Row, check_sinks, open_log, read_rows
 from spannorm_jax.watchdog import Watchdog
 
@@ -161,19 +161,26 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger,
     for note in [*passed_over, attention.verify_kernel(cfg.model, cfg.data.seq)]:
         tell('message', {'text': note or f'attention kernel {kernel}'})
 
-    def compiled(stats):
-        lowered = made.step(stats).lower(made.abstract, made.batch, made.peaks)
-        return patiently(lowered.compile, signals.check)
+    def compiled(jitted, *shapes):
+        return patiently(jitted.lower(*shapes).compile, signals.check)
+
+    def step_of(stats):
+        return compiled(made.step(stats), made.abstract, made.batch, made.peaks)
 
     tell('message', {'text': f'compiling the step: {rundir.model_line(cfg)}'})
     begun = time.perf_counter()
     with ledger.during('compile'):
-        step = compiled(False) if cfg.run.steps else None
-        stats_step = compiled(True) if cfg.run.steps and cfg.run.stats_every else step
+        step = step_of(False) if cfg.run.steps else None
+        stats_step = step_of(True) if cfg.run.steps and cfg.run.stats_every else step
+        # Here, not at the first evaluation: the watchdog sees no compilation, and what does not fit is better known now than hours later.
+        eval_step = compiled(made.eval_step(), made.abstract.params, made.eval_batch)
     tell('message', {'text': f'step compiled in {time.perf_counter() - begun:.1f} s'})
     rundir.write_config(folder, cfg)
     agreed = distributed.Agreement(mesh)
-    ledger.back_to(checkpoints.latest() or 0, read_rows(folder / 'metrics.jsonl'))
+    begin, rows = checkpoints.latest() or 0, read_rows(folder / 'metrics.jsonl')
+    ledger.back_to(begin, rows)
+    if begin - (end := max((row['step'] for row in rows if row['step'] <= begin), default=0)) >= cfg.run.log_every:
+        tell('message', {'text': f'metrics.jsonl ends at step {end}, the newest checkpoint is of step {begin}: the rows between are lost'})
     return Run(
         cfg=cfg,
         folder=folder,
@@ -185,7 +192,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger,
         signalled=lambda: agreed(signals.seen),
         signals=signals,
         watchdog=Watchdog(cfg.run.hang_s, folder, lambda why: rundir.failed(why, checkpoints.latest() or 0).try_to_save(folder)),
-        log=open_log(folder, checkpoints.latest() or 0, cfg.run.sinks, to_dict(cfg)),
+        log=open_log(folder, begin, cfg.run.sinks, to_dict(cfg)),
         feed=Feed(cfg, corpus, sharding.local_rows(mesh, cfg.data.batch)),
         clock=Clock(cfg, mesh),
         ledger=ledger,
@@ -196,7 +203,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger,
         rates=made.rates(),
         step=step,
         stats_step=stats_step,
-        eval_step=jax.jit(make_eval_step(cfg, made.lm), out_shardings=sharding.replicated(mesh)),
+        eval_step=eval_step,
         probe=jax.jit(nonfinite.make_probe(cfg, made.lm), out_shardings=sharding.replicated(mesh)),
     )
 

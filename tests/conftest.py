@@ -66,7 +66,7 @@ def compiled_once():
     from spannorm_jax.config import RunConfig, edit
     from spannorm_jax.topology import TOPOLOGIES
 
-    made, eval_step = {}, train.make_eval_step
+    made = {}
 
     def once(what, cfg, make):
         run = RunConfig(steps=cfg.run.steps, seed=cfg.run.seed, nonfinite=cfg.run.nonfinite)
@@ -76,12 +76,16 @@ def compiled_once():
         return made[key]
 
     class Shared(program.Program):
-        def step(self, stats=False):
-            jitted = super().step(stats)
-            make = lambda *shapes: lambda: once((self.mesh, stats), self.cfg, lambda: jitted.lower(*shapes).compile())  # noqa: E731
+        def shared(self, what, jitted):
+            make = lambda *shapes: lambda: once((self.mesh, what), self.cfg, lambda: jitted.lower(*shapes).compile())  # noqa: E731
             return SimpleNamespace(lower=lambda *shapes: SimpleNamespace(compile=make(*shapes)))
+
+        def step(self, stats=False):
+            return self.shared(('step', stats), super().step(stats))
+
+        def eval_step(self):
+            return self.shared('evaluation', super().eval_step())
 
     with pytest.MonkeyPatch.context() as m:
         m.setattr(train, 'program', lambda cfg, mesh: Shared(*program.program(cfg, mesh)))
-        m.setattr(train, 'make_eval_step', lambda cfg, lm: once('evaluation', cfg, lambda: eval_step(cfg, lm)))
         yield

@@ -267,6 +267,7 @@ class Store(dict):
 @pytest.fixture
 def one_of_three(monkeypatch, env):
     """This process as number 1 of 3; what the others bring is put into the store beforehand."""
+    jax.devices()  # of this process alone
     store = Store()
     monkeypatch.setattr(distributed, '_places', 0)
     monkeypatch.setattr(distributed, '_ended', None)
@@ -311,6 +312,43 @@ def test_a_wait_ends_when_another_process_has(one_of_three):
     with pytest.raises(ProcessLost, match='process 0 ended: no') as error:
         distributed.gather('the first step', limit=20)
     assert error.value.exit_code == 74
+
+
+GLOO = 'UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:404: Connection reset by peer'
+
+
+def wrapped(error):
+    try:
+        try:
+            raise error
+        except Exception as e:
+            raise RuntimeError('a library cannot save') from e
+    except Exception as e:
+        return e
+
+
+@pytest.mark.parametrize(
+    'error', [jax.errors.JaxRuntimeError(GLOO), ValueError(GLOO), wrapped(ValueError(GLOO))], ids=['ran', 'launched', 'wrapped']
+)
+def test_a_collective_that_fails_is_put_down_to_the_process_that_was_lost(one_of_three, tmp_path, error):
+    """Whatever Python class XLA's error has: not to a bug (exit code 1), nor to the checkpoint that was being read (65)."""
+    threading.Timer(0.2, lambda: setattr(distributed, '_ended', distributed.Ended('process 2 is gone', 75))).start()
+    lost = distributed.blame(error)
+    assert isinstance(lost, ProcessLost) and (str(lost), lost.exit_code) == ('process 2 is gone', 75) and distributed.blame(lost) is lost
+    (tmp_path / '3' / 'meta').mkdir(parents=True)
+    with pytest.raises(ProcessLost, match='process 2'), Checkpoints(tmp_path, read_only=True) as checkpoints, checkpoints._reading(3):
+        raise error
+
+
+def test_an_error_of_this_process_is_its_own_at_once(one_of_three):
+    for error in (
+        ValueError('UNKNOWN field'),
+        jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory'),
+        KeyError('x'),
+        wrapped(OSError(5)),
+    ):
+        begun = time.monotonic()
+        assert distributed.blame(error) is error and time.monotonic() - begun < 1
 
 
 def test_storage_that_is_not_shared_is_found(one_of_three, tmp_path, monkeypatch):

@@ -65,7 +65,8 @@ def test_a_flip_of_any_bit_is_found(step):
         (lambda s: os.truncate(s / 'params/d/a', 5), "'params/d/a' has 5 bytes, expected 3145745"),
         (lambda s: (s / 'params/empty').unlink(), "'params/empty' is missing"),
         (lambda s: (s / 'params/other').write_text(''), "'params/other' is no file of it"),
-        (lambda s: ((s / 'params/empty').unlink(), (s / 'params/empty').symlink_to('/etc/hostname')), "'params/empty' is a link"),
+        (lambda s: ((s / 'params/empty').unlink(), (s / 'params/empty').symlink_to('/etc/hostname')), "'params/empty' is no plain file"),
+        (lambda s: ((s / 'params/empty').unlink(), os.mkfifo(s / 'params/empty')), "'params/empty' is no plain file"),
         (lambda s: (s / 'params/up').symlink_to('/etc', target_is_directory=True), "'params/up' is no file of it"),
         (lambda s: (s / manifest.NAME).write_text('[' * 100_000), 'nested too deeply'),
         (lambda s: (s / manifest.NAME).write_text('{"version": 1, "files": {"a": [1]}, "sha256": ""}'), "manifest.json' is damaged"),
@@ -106,6 +107,7 @@ def test_what_counts_as_a_checkpoint(step):
     for name, meta in (('8', '{"format": 2}'), ('3', '{"format": 1}'), ('4', '{"format"'), ('x9', '{"format": 2}')):
         (folder / name / 'meta').mkdir(parents=True)
         (folder / name / 'meta' / 'metadata').write_text(meta)
+    (folder / '007').symlink_to('7')
     (folder / '5.removing').mkdir()
     (folder / '9.orbax-checkpoint-tmp').mkdir()
     assert manifest.steps(folder) == [3, 4, 7]
@@ -125,6 +127,17 @@ def test_verify_reports_and_exits_65_naming_step_and_file(step, capsys):
     assert found['checkpoints'] == [{'step': 7, 'status': 'damaged', 'files': 3, 'bytes': 3145758, 'problems': [problem]}]
     assert found['ok'] is False and found['leftovers'] == ['9.orbax-checkpoint-tmp']
     assert f'step 7 of {str(run)!r} is damaged: {problem}' in said.err
+
+
+@pytest.mark.parametrize('meta', ['', '{"format"', None])
+def test_without_a_manifest_the_meta_has_to_be_readable(step, meta):
+    """A machine that lost its power can have kept the names of files, and not what was in them."""
+    (step / manifest.NAME).unlink()
+    (step / manifest.META).unlink()
+    if meta is not None:
+        (step / manifest.META).write_text(meta)
+    found = manifest.verify(step.parent.parent)
+    assert not found['ok'] and "'meta/metadata' cannot be read" in found['checkpoints'][0]['problems'][0]
 
 
 def test_verify_of_a_run_without_checkpoints(tmp_path):

@@ -153,6 +153,17 @@ def test_a_flipped_bit_stops_the_run_or_goes_back_one_as_the_policy_says(copy, w
     assert manifest.verify(folder)['ok']
 
 
+def test_a_step_that_lost_its_manifest_and_its_meta_is_torn(copy, whole):
+    """Nothing says that it was never committed, so nothing removes it: the policy decides."""
+    folder, cfg = copy
+    (folder / 'checkpoints' / '5' / manifest.NAME).unlink()
+    os.truncate(folder / 'checkpoints' / '5' / manifest.META, 0)
+    with pytest.raises(BadData, match=r"checkpoints/5' is damaged: 'meta/metadata' cannot be read.*or set run.torn previous"):
+        fit(cfg, corpus=FakeCorpus())
+    assert fit(edit(cfg, {'run.torn': 'previous'}), corpus=FakeCorpus()).status == 'completed' and losses(folder) == whole
+    assert (folder / 'checkpoints.damaged' / '5').is_dir()
+
+
 def test_the_last_sound_checkpoint_is_not_given_up(copy):
     folder, cfg = copy
     for step in ('4', '5'):
@@ -160,6 +171,17 @@ def test_the_last_sound_checkpoint_is_not_given_up(copy):
     with pytest.raises(BadData, match=r"checkpoints/4' is damaged: .* has 10 bytes.*there is none before it: use another run.dir"):
         fit(edit(cfg, {'run.torn': 'previous'}), corpus=FakeCorpus())
     assert (folder / 'checkpoints' / '4').is_dir()
+
+
+@pytest.mark.parametrize('kept', [3, 5])
+def test_rows_that_are_gone_are_missed(copy, whole, kept):
+    folder, cfg = copy
+    lines = (folder / 'metrics.jsonl').read_text().splitlines(keepends=True)
+    (folder / 'metrics.jsonl').write_text(''.join(lines[:kept]))
+    told = []
+    assert fit(cfg, lambda kind, data: told.append(data.get('text', '')), corpus=FakeCorpus()).status == 'completed'
+    missed = f'metrics.jsonl ends at step {kept}, the newest checkpoint is of step 5: the rows between are lost'
+    assert (missed in told) == (kept < 5) and losses(folder) == [*whole[:kept], whole[5]]
 
 
 def test_a_step_without_its_manifest_was_never_committed(copy, whole):

@@ -34,9 +34,10 @@ def rows_of(folder, perf=False):
 
 def arrays(folder):
     """All arrays of the last checkpoint, and the host's position."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever devices and processes wrote it
     with Checkpoints(folder / 'checkpoints') as ckpt:
-        step = ckpt.latest()
-        found = ckpt.manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(), optim=ocp.args.StandardRestore()))
+        step, item = ckpt.latest(), ocp.args.StandardRestore(fallback_sharding=here)
+        found = ckpt.manager.restore(step, args=ocp.args.Composite(params=item, optim=item))
         meta = {k: v for k, v in ckpt.meta(step).items() if k != 'config'}
     return jax.tree.map(np.asarray, {'params': found['params'], 'optim': found['optim']}), meta
 

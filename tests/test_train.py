@@ -5,7 +5,9 @@ import json
 import math
 import os
 import signal
+import threading
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -419,6 +421,28 @@ def test_a_signal_while_the_step_compiles_ends_at_once(tmp_path):
     assert (outcome.status, outcome.step, outcome.exit_code) == ('preempted', 0, 75) and 'nothing to save' in outcome.message
     assert json.loads((tmp_path / 'outcome.json').read_text())['status'] == 'preempted'
     assert not any((tmp_path / 'checkpoints').iterdir())
+
+
+def test_the_evaluation_is_compiled_with_the_step_and_a_signal_is_heard_there_too(tmp_path, monkeypatch):
+    """At the first evaluation the watchdog would see a compilation as silence, and a signal would wait for its end."""
+    seen, real, made, release = [], train.evaluate, train.program, threading.Event()
+    monkeypatch.setattr(train, 'evaluate', lambda step, *rest: (seen.append(step), real(step, *rest))[1])
+    assert fit(edit(TINY, {'run.dir': str(tmp_path / 'a')}), corpus=FakeCorpus()).status == 'completed'
+    assert len(seen) == 4 and all(isinstance(step, jax.stages.Compiled) for step in seen)
+
+    def compile():
+        os.kill(os.getpid(), signal.SIGTERM)
+        release.wait(60)
+
+    def endless(cfg, mesh):
+        its = made(cfg, mesh)
+        jitted = SimpleNamespace(lower=lambda *shapes: SimpleNamespace(compile=compile))
+        return type('Endless', (type(its),), {'eval_step': lambda self: jitted})(*its)
+
+    monkeypatch.setattr(train, 'program', endless)
+    outcome = fit(edit(TINY, {'run.dir': str(tmp_path / 'b')}), corpus=FakeCorpus())
+    release.set()
+    assert (outcome.status, outcome.step, outcome.exit_code) == ('preempted', 0, 75)
 
 
 def test_a_signal_while_data_is_prepared_ends_at_once(tmp_path, monkeypatch):

@@ -115,6 +115,7 @@ POINTS = {
     'before the outcome': lambda: before(rundir.Outcome, 'save'),
 }
 ONCE = ('prepare: before meta.json', 'compile', 'restore', 'before the outcome')  # a start comes to these no second time
+EVERYWHERE = ('compile', 'before a save', 'restore', 'evaluation', 'before the outcome')  # to the others only the first process comes
 
 
 def disk_full():
