@@ -66,13 +66,14 @@ def results(folder: Path) -> Iterator[Result]:
 
 
 def by_what_differs(rows: list[Row]) -> list[dict[str, Any]]:
-    """Rows that differ in their seed alone are one line."""
-    fields = [k for k in rows[0] if '.' in k and k != SEED and len({str(row[k]) for row in rows}) > 1]
+    """Rows that differ in their seed alone are one line. A model that was not trained has no loss worth a column."""
+    fields = [k for k in rows[0] if '.' in k and '/' not in k and k != SEED and len({str(row[k]) for row in rows}) > 1]
+    metrics = ('test/loss', 'test/bits_per_byte') if any(row['run.steps'] for row in rows) else ()
     table = []
     for key, own in group(rows, *fields, 'name' if not fields else fields[0]).items():
         cells = dict(zip((f.split('.')[-1] for f in fields), key, strict=False))
         lost = sum(row['status'] == 'diverged' for row in own)
-        loss = {m: interval(own, m) for m in ('test/loss', 'test/bits_per_byte') if any(row.get(m) is not None for row in own)}
+        loss = {m: interval(own, m) for m in metrics if any(row.get(m) is not None for row in own)}
         table.append(cells | loss | {'runs': len(own), 'diverged': lost})
     return table
 

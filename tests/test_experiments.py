@@ -12,6 +12,7 @@ from spannorm_jax.config import Config, edit, run_id, to_dict
 from spannorm_jax.errors import MissingInput, UserError
 from spannorm_jax.experiment import SCALES, load_experiment
 from spannorm_jax.model import LM
+from spannorm_jax.results_page import by_what_differs
 from spannorm_jax.resume import flat
 from spannorm_jax.stats import RATE, group
 
@@ -153,6 +154,9 @@ def test_figure_and_verdict(id):
     assert status in ('reproduced', 'not reproduced', 'cannot tell') and any(ch.isdigit() for ch in reason)
     if hasattr(exp, 'table') and exp.table:
         assert all(isinstance(line, dict) for line in exp.table(rows))
+    lines = by_what_differs(rows)  # the table of an experiment that has none of its own; what was measured is no field to group by
+    assert sum(line['runs'] for line in lines) == len(rows) and not any('/condition' in key for line in lines for key in line)
+    assert any('test/loss' in line for line in lines) == any(row['run.steps'] for row in rows)
 
 
 def png(fig):
