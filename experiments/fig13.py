@@ -19,6 +19,7 @@ s = sibling('_shared')
 TWO = ('span', 'pre')
 QUESTION = 'Does Span cost more time per step than Pre?'
 CLAIM = 'Tokens per second are identical.'
+HERE = True
 CHIPS = 'v5e:16x16'
 CURVES = ()
 NEAR = 0.03  # of the ratio to 1

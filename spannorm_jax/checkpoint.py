@@ -65,6 +65,7 @@ class _Background(logging.Handler):
                 with disk_errors('write a checkpoint to', self.folder):
                     raise found
             except Exception as e:
+                self.error = e  # at once: the next step must not begin while it is looked for who is to blame
                 self.error = distributed.blame(e)
                 distributed.leave(self.error)
 

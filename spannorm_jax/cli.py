@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         unheard(sys.stdout.fileno())
         return code
     except RuntimeError as e:  # jax's own kind is one, and jax need not be loaded
-        if 'RESOURCE_EXHAUSTED' not in str(e):
+        if type(e).__name__ != 'JaxRuntimeError' or 'RESOURCE_EXHAUSTED' not in str(e):
             raise
         return complain(f'out of memory: {str(e).splitlines()[0][:200]}; ask for less at once, or for more devices', UserError.exit_code)
     except OSError as e:

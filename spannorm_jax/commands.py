@@ -181,13 +181,13 @@ def export(args: options.Export) -> int:
     run = run_of(args)
     loaded = load_run(run, MeshConfig())
     beside = card.beside(run, loaded.cfg, loaded.tokenizer, loaded.step, args.model_type or default_type(loaded.cfg.model))
-    options: dict[str, Any] = {
+    told: dict[str, Any] = {
         'model_type': args.model_type,
         'positions': loaded.cfg.data.seq,
         'shard_bytes': int(min(args.shard_gb * 1e9, sys.maxsize)),
+        'beside': beside,
     }
-    options['beside'] = beside
-    kind = save_hf(loaded.cfg.model, loaded.params, args.dir, tokenizer=loaded.tokenizer, **options)
+    kind = save_hf(loaded.cfg.model, loaded.params, args.dir, tokenizer=loaded.tokenizer, **told)
     if args.json:
         print_json({'run': args.run, 'step': loaded.step, 'dir': args.dir, 'model_type': kind})
     else:
@@ -316,6 +316,7 @@ def experiment(args: options.Experiment) -> int:
         rows = load_rows(path)
         sweep.draw(exp, rows, path.with_suffix('.png'))
     elif args.configs or args.launcher != 'local':
+        exp = sweep.with_rows(exp, results, args.scale)
         todo = sweep.missing(exp, exp.all_runs(args.scale))
         configs = sweep.write_configs(todo)
         if configs and args.launcher != 'local':

@@ -294,13 +294,15 @@ class Agreement:
 
 
 def blame(error: Exception) -> Exception:
-    """The error of a process that was lost, where that is why a collective failed here; it can take a moment until it is known."""
-    if isinstance(error, ProcessLost):
+    """The error of a process that was lost, where that is why a collective failed here; it can take a moment until it is known.
+
+    What this process did wrong by itself stays its own, whoever else has ended by then.
+    """
+    if isinstance(error, UserError) or not several() or not _of_collective(error):
         return error
-    if several() and _of_collective(error):
-        deadline = time.monotonic() + seconds('SPANNORM_LOST_S') + 1
-        while _ended is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+    deadline = time.monotonic() + seconds('SPANNORM_LOST_S') + 1
+    while _ended is None and time.monotonic() < deadline:
+        time.sleep(0.05)
     if _ended is None:
         return error
     lost = ProcessLost(*_ended)
@@ -314,4 +316,4 @@ def _of_collective(error: BaseException | None) -> bool:
         return False
     if str(error).startswith(STATUS) or (isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in str(error)):
         return True
-    return _of_collective(error.__cause__ or error.__context__)
+    return _of_collective(error.__cause__ or (None if error.__suppress_context__ else error.__context__))

@@ -2,6 +2,7 @@
 
 QUESTION    what is asked, CLAIM what the paper (or its review) says, CHIPS a slice for `spannorm plan`, CURVES metrics kept over the steps
 runs        (scale) -> {name: Config}
+HERE        True where what is measured is of the machine that measures it, and not to be taken from another's rows (optional)
 more        (scale, rows) -> {name: Config}: runs that depend on what the first ones gave (optional)
 measure     (cfg, folder) -> {metric: value} of a finished run (optional)
 table       (rows) -> lines of a table, as dicts (optional; without it rows are grouped by what differs)
@@ -60,6 +61,7 @@ class Experiment:
     more: Callable[[str, list[Row]], dict[str, Config]] | None = None
     measure: Callable[[Config, Path], dict[str, Any]] | None = None
     table: Callable[[list[Row]], list[dict[str, Any]]] | None = None
+    here: bool = False
     kept: dict[str, Row] = dataclasses.field(default_factory=dict)
     """Rows of results that hold all that is asked of a run, by the run: see `with_kept`."""
 
@@ -235,13 +237,26 @@ def load_experiment(text: str, root: str = 'runs') -> Experiment:
 
 def with_kept(exp: Experiment, results: Path, scale: str) -> Experiment:
     """The experiment with the runs of which results/<scale>/ holds all that it asks: its own rows, and those of experiments with the same
-    measurement that kept its curves. So a sweep goes on from committed rows on a machine that has none of their run folders."""
+    measurement that kept its curves. So a sweep goes on from committed rows on a machine that has none of their run folders.
+
+    Fields that a row is older than have their defaults, as in `run_id`.
+    """
     kept: dict[str, Row] = {}
-    for id in {*known(), exp.id}:
-        path, other = result_path(results, scale, id), exp if id == exp.id else load_experiment(id)
-        if path.is_file() and other.measured(Path()) == exp.measured(Path()) and set(exp.curves) <= set(other.curves):
-            for row in load_rows(path):
-                kept[row['run']] = row | {'curves': {k: row['curves'][k] for k in exp.curves}}
+    usual = {k: v for k, v in flat(to_dict(Config())).items() if k not in HIDDEN}
+    for id in (*(id for id in known() if id != exp.id), exp.id):
+        path = result_path(results, scale, id)
+        if not path.is_file():
+            continue
+        try:
+            other = exp if id == exp.id else load_experiment(id)
+            rows = load_rows(path) if other.measured(Path()) == exp.measured(Path()) else []
+        except UserError:
+            if id == exp.id:
+                raise
+            continue  # what is wrong with the rows of another is told where they are asked for
+        for row in rows:
+            if set(exp.curves) <= row['curves'].keys():
+                kept[row['run']] = usual | row | {'curves': {k: row['curves'][k] for k in exp.curves}}
     return dataclasses.replace(exp, kept=kept)
 
 

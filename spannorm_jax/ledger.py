@@ -18,7 +18,7 @@ CAUSES = {
     'lost': 'training steps whose work was thrown away: gone back behind, or repeated after a crash',
     'data': 'waiting for the next batch while the devices had nothing to do',
     'compile': 'compiling the step and the evaluation',
-    'eval': 'evaluation, with its own compilation',
+    'eval': 'evaluation',
     'checkpoint': 'saving, as far as training waits for it',
     'other': 'all else: opening data, restoring, writing rows',
 }

@@ -55,7 +55,9 @@ class Value:
     def through(self, kind: str, text: str, note: str = '') -> 'Value':
         return Value(Node(kind, text, [(self.node, self.factor)], self.node.column, note))
 
-    def __add__(self, other: 'Value') -> 'Value':
+    def __add__(self, other: Any) -> 'Value':
+        if isinstance(other, Factor):  # an offset of its own
+            return self.times(f'+ {other.name}')
         node, sources = self.node, [(self.node, self.factor), (other.node, other.factor)]
         if node.kind == 'sum' and not node.used and not self.factor and {s.column for s, _ in node.sources} == {other.node.column}:
             node.sources.append(sources[1])  # a + b + c is one sum

@@ -74,10 +74,7 @@ def run(exp: Experiment, scale: str, results: Path, jobs: int | None, tell: Tell
 
     Raises: CheckFailed, naming the runs that ended with an error and their logs; the others were run all the same.
     """
-    exp = with_kept(exp, results, scale)
-    if exp.kept and (todo := missing(exp, exp.all_runs(scale))):  # what is trained now is compared only with what had the same text
-        text = open_data(next(iter(todo.values())).data).hash
-        exp = replace(exp, kept={run: row for run, row in exp.kept.items() if row['corpus'] == text})
+    exp = with_rows(exp, results, scale)
     while todo := missing(exp, exp.all_runs(scale)):
         failed = side_by_side(exp, todo, jobs or (len(cores()) if scale in ON_CPU else 1), scale in ON_CPU, tell)
         if failed is None:
@@ -90,6 +87,15 @@ def run(exp: Experiment, scale: str, results: Path, jobs: int | None, tell: Tell
     save_rows(path, exp, scale, rows)
     draw(exp, rows, path.with_suffix('.png'))
     return rows
+
+
+def with_rows(exp: Experiment, results: Path, scale: str) -> Experiment:
+    """The experiment with those kept rows that a run of now may stand beside: of the same text, and not measured of a machine."""
+    found, first = with_kept(exp, results, scale), exp.all_runs(scale).values()
+    if exp.here or not any(rundir.run_dir(cfg).name in found.kept for cfg in first):
+        return exp
+    texts = {open_data(data).hash for data in {cfg.data for cfg in first}}
+    return replace(exp, kept={run: row for run, row in found.kept.items() if row['corpus'] in texts})
 
 
 def draw(exp: Experiment, rows: list[Row], path: Path) -> None:

@@ -419,7 +419,7 @@ def canonical(name: str) -> str:
             return known
     if key in AMBIGUOUS:
         raise UserError(f'topology {name!r} is ambiguous: {AMBIGUOUS[key]}')
-    own = 'one of your own is known where its file is the CONFIG, or is given with --topology-file'
+    own = 'one of your own is known where its file is the CONFIG (eval, generate and export take --topology-file)'
     raise UserError(f'unknown topology {name!r}; {nearest(key, TOPOLOGIES)}; {own}')
 
 

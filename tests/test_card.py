@@ -25,6 +25,14 @@ def test_the_card_of_a_run(trained, tmp_path):
     assert from_dict(Config, json.loads((tmp_path / 'x' / 'run_config.json').read_text())) == read_config(run)
 
 
+def test_a_card_says_which_options_the_topology_has(trained):
+    run = load_run(pathlib.Path(trained), MeshConfig())
+    text = lambda **fields: card.card(  # noqa: E731
+        pathlib.Path(trained), edit(run.cfg, {f'model.{k}': v for k, v in fields.items()}), run.tokenizer, run.step, 'spannorm_jax'
+    )
+    assert 'block_end' not in text() and '(arXiv:2601.22580), block_end = affine' in text(block_end='affine')
+
+
 def test_a_card_that_came_with_a_model_stays(trained, tmp_path):
     """A model card of others is carried along as it is; a folder without one stays without."""
     assert cli.main(['export', trained, str(tmp_path / 'a')]) == 0

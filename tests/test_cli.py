@@ -210,12 +210,15 @@ def test_every_parser_without_jax():
 
 
 def test_help_takes_less_than_a_second():
-    """Processor time of a whole process: what it costs on an idle machine, whatever else runs on this one."""
-    before = os.times()
-    done = subprocess.run([sys.executable, '-m', 'spannorm_jax', 'train', '--help'], capture_output=True, text=True)
-    after = os.times()
-    assert done.returncode == 0 and '--model.topology' in done.stdout
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 1.0
+    """Processor time of a whole process, which whatever shares its core stretches too: the least of some."""
+    took = []
+    while len(took) < 5 and min(took, default=1.0) >= 1.0:
+        before = os.times()
+        done = subprocess.run([sys.executable, '-m', 'spannorm_jax', 'train', '--help'], capture_output=True, text=True)
+        after = os.times()
+        assert done.returncode == 0 and '--model.topology' in done.stdout
+        took.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(took) < 1.0
 
 
 def test_a_closed_pipe_is_quiet():
@@ -528,3 +531,15 @@ def test_huge_pages(before, want):
     out = subprocess.run([sys.executable, '-c', program, 'a b', '--c'], env=environment, capture_output=True, text=True, check=True).stdout
     *pids, last = out.splitlines()
     assert last == f'{want} -c a b --c' and len(set(pids)) == 1 and len(pids) == (1 if before else 2)
+
+
+def test_a_program_that_calls_main_goes_on(tmp_path):
+    """It is not started again, nor is it where the setting got lost on the way: no loop."""
+    program = (
+        'import os; print("once", flush=True); import spannorm_jax.__main__ as m; {}; m.main(); print(os.environ.get("GLIBC_TUNABLES"))'
+    )
+    environment = {k: v for k, v in os.environ.items() if k != 'GLIBC_TUNABLES'}
+    for flags, call in (((), 'pass'), (('-X', 'spannorm_again'), 'm.huge_pages()')):
+        line = [sys.executable, *flags, '-c', program.format(call)]
+        out = subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout
+        assert out.startswith('once') and out.count('once') == 1 and out.endswith('None\n')

@@ -340,8 +340,11 @@ def test_a_collective_that_fails_is_put_down_to_the_process_that_was_lost(one_of
         raise error
 
 
-def test_an_error_of_this_process_is_its_own_at_once(one_of_three):
+@pytest.mark.parametrize('ended', [None, distributed.Ended('process 2 is gone', 75)], ids=['all are there', 'one is gone'])
+def test_an_error_of_this_process_is_its_own_at_once(one_of_three, monkeypatch, ended):
+    monkeypatch.setattr(distributed, '_ended', ended)
     for error in (
+        UserError('no space is left'),
         ValueError('UNKNOWN field'),
         jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory'),
         KeyError('x'),

@@ -246,6 +246,7 @@ VERDICTS = {
     'T9: affine is as good': ('T9', by_arm(lambda c: 0.02 * (c.model.block_end == 'affine') * (c.run.seed - 1)), never, 'cannot tell'),
     'T9: affine is better': ('T9', by_arm(lambda c: 0.1 * (c.model.block_end == 'norm')), never, 'not reproduced'),
     'T9: 1024 do not train': ('T9', bowl, lost_if(lambda c: c.model.layers == 1024 and c.model.block_end == 'norm'), 'not reproduced'),
+    'T9: neither end trains at 1024': ('T9', bowl, lost_if(lambda c: c.model.layers == 1024), 'not reproduced'),
     'T7: confounded': ('T7', by_arm(lambda c: bare(c, 'span')), never, 'reproduced'),
     'fig02 holds': ('fig02', by_arm(lambda c: bare(c, 'post')), never, 'reproduced'),
     'fig02: Post without diverges': ('fig02', bowl, lost_if(lambda c: bare(c, 'post')), 'reproduced'),

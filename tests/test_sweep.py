@@ -1,7 +1,9 @@
 """Sweeps: what is stopped or killed goes on and changes no number; what is done is skipped; what fails is told; rows, lists, launchers."""
 
+import dataclasses
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -15,11 +17,12 @@ import pytest
 from spannorm_jax import cli, experiment, launchers, sweep
 from spannorm_jax.config import edit
 from spannorm_jax.data import open_data
-from spannorm_jax.errors import CheckFailed, UserError
+from spannorm_jax.errors import BadData, CheckFailed, UserError
 from spannorm_jax.experiment import load_experiment, load_rows, result_path
 from spannorm_jax.rundir import run_dir
 from spannorm_jax.train import fit
 
+ROOT = pathlib.Path(__file__).parent.parent
 FILE = '''"""A tiny experiment."""
 
 from spannorm_jax.config import edit
@@ -211,20 +214,40 @@ def test_rows_of_results_are_not_trained_again(place):
         found = other.rows(other.all_runs('smoke'))
         assert len(found) == shared and [row['run'] for row in found] == [row['run'] for row in rows][:shared], id
         assert (sweep.state(other, 'smoke', done)['state'] == 'done') == (shared > 0), id
-    some = experiment.with_kept(load_experiment('T4', str(place / 'none')), done, 'smoke')
-    assert 0 < len(some.rows(some.all_runs('smoke'))) < len(rows)
+    t4 = load_experiment('T4', str(place / 'none'))
+    some = experiment.with_kept(t4, done, 'smoke')
+    found = some.rows(some.all_runs('smoke'))
+    # The rows name few fields, as those of an earlier version do: the others have their defaults.
+    assert 0 < len(found) < len(rows) and {row['model.block_end'] for row in found} == {'norm'}
+    grown = dataclasses.replace(load_experiment('table2'), curves=('train/loss',))  # it has come to ask for more than the rows hold
+    assert experiment.with_kept(grown, done, 'smoke').kept == {}
+    result_path(done, 'smoke', 'T10').write_text('{')
+    assert experiment.with_kept(t4, done, 'smoke').kept == some.kept
+    with pytest.raises(BadData):
+        experiment.with_kept(load_experiment('T10'), done, 'smoke')
+
+
+def test_what_is_of_a_machine_is_measured_there():
+    exp = load_experiment('fig13')
+    assert exp.here and experiment.with_kept(exp, ROOT / 'results', 'nano').kept
+    assert sweep.with_rows(exp, ROOT / 'results', 'nano').kept == {} and sweep.state(exp, 'nano', ROOT / 'results')['state'] == 'done'
 
 
 def test_a_row_of_another_text_is_trained_again(place, monkeypatch):
     exp, found = load_experiment(file(place, 'text', 3), str(place / 'of_texts')), []
-    (first, cfg), (second, _) = exp.all_runs('smoke').items()
+    (first, cfg), (second, other) = exp.all_runs('smoke').items()
     text = open_data(cfg.data).hash
     started = lambda exp, todo, *_: found.append(sorted(cfg.run.seed for cfg in todo.values()))  # noqa: E731
     monkeypatch.setattr(sweep, 'side_by_side', started)
-    for corpus, want in {text: [1], 'other': [0, 1]}.items():
-        row = {'name': first, 'run': run_dir(cfg).name, 'corpus': corpus, 'curves': {k: [] for k in exp.curves}}
-        experiment.save_rows(result_path(place / 'of_texts', 'smoke', 'text'), exp, 'smoke', [row])
-        assert sweep.run(exp, 'smoke', place / 'of_texts', 1, lambda *now: None) is None and found.pop() == want, second
+    monkeypatch.setattr(sweep, 'save_rows', lambda *_: pytest.fail('rows of two texts'))
+    row = lambda name, cfg, corpus: {'name': name, 'run': run_dir(cfg).name, 'corpus': corpus, 'curves': {k: [] for k in exp.curves}}  # noqa: E731
+    for rows, want in (
+        ([row(first, cfg, text)], [1]),
+        ([row(first, cfg, 'other')], [0, 1]),
+        ([row(first, cfg, 'other'), row(second, other, 'other')], [0, 1]),  # nothing seems to be missing
+    ):
+        experiment.save_rows(result_path(place / 'of_texts', 'smoke', 'text'), exp, 'smoke', rows)
+        assert sweep.run(exp, 'smoke', place / 'of_texts', 1, lambda *now: None) is None and found.pop() == want
 
 
 def test_row(place):

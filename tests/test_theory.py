@@ -12,7 +12,7 @@ import scipy.stats
 from scipy.integrate import quad
 from scipy.special import erf, expit
 
-from spannorm_jax import LM, ModelConfig, cli
+from spannorm_jax import LM, ModelConfig, cli, options
 from spannorm_jax.errors import UserError
 from spannorm_jax.model import unstack
 from spannorm_jax.theory import ACTIVATION_AXIS, CLAIMS, DEPTHS, SEEDS, anatomy, show, theory
@@ -387,12 +387,15 @@ def test_theory_from_the_command_line(capsys):
 
 
 @pytest.mark.parametrize(
-    ('options', 'says'),
+    ('given', 'says'),
     [({'only': ('T2',)}, 'T2'), ({'depths': (1,)}, 'at least 2'), ({'seeds': 1}, 'at least 2'), ({'activations': ('swish',)}, 'swish')],
 )
-def test_theory_refuses(options, says):
+def test_theory_refuses(given, says):
     with pytest.raises(UserError, match=says):
-        theory(**options)
+        theory(**given)
+
+
+def test_what_theory_asks_by_default():
     assert set(CLAIMS) == {'T1', 'T5', 'T6', 'T8', 'T11'}
     typed = options.Theory()
     assert (typed.depths, typed.seeds, typed.activations) == (DEPTHS, SEEDS, ACTIVATION_AXIS)

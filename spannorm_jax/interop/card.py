@@ -9,6 +9,7 @@ from spannorm_jax.config import Config, to_dict
 from spannorm_jax.data import Tokenizer
 from spannorm_jax.interop.huggingface import OWN
 from spannorm_jax.model import count_params
+from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.rundir import read_outcome
 from spannorm_jax.topology import TOPOLOGIES
 from spannorm_jax.track import read_rows
@@ -44,8 +45,9 @@ def card(run: Path, cfg: Config, tokenizer: Tokenizer, step: int, kind: str) -> 
     seen = f', {known["train/tokens"]:,} tokens' if 'train/tokens' in known else ''
     status = f' ({outcome.status})' if outcome and outcome.step == step else ''
     experts = f', {m.experts} experts of which a token uses {m.experts_per_token}' if m.experts else ''
+    chosen = ''.join(f', {k} = {v}' for k in entry.options if (v := getattr(m, k)) != getattr(ModelConfig(), k))
     facts = {
-        'topology': f'{m.topology}: {entry.equation} ({entry.source})',
+        'topology': f'{m.topology}: {entry.equation} ({entry.source}){chosen}',
         'model': f'{m.layers} blocks of width {m.width}, {m.heads} heads{experts}; {count_params(m):,} parameters, float32',
         'tokenizer': f'{tokenizer.name}, {tokenizer.vocab} ids; every text begins with id {tokenizer.bos}',
         'text': f'{Path(cfg.data.source).name}{text}',
