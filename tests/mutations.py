@@ -339,8 +339,8 @@ MUTATIONS = [
     Mutation(
         'manifest: checksums are not compared',
         'manifest.py',
-        'if now != said[name]]',
-        'if now[0] != said[name][0]]',
+        'if entry != said[name]]',
+        'if entry[0] != said[name][0]]',
         ('tests/test_manifest.py::test_a_flip_of_any_bit_is_found',),
     ),
     Mutation(

@@ -1,5 +1,6 @@
 """Manifests: what they say of a checkpoint, every kind of damage, hostile contents, memory; and `spannorm verify`."""
 
+import binascii
 import hashlib
 import json
 import os
@@ -29,14 +30,22 @@ def step(tmp_path):
     return folder
 
 
-def test_the_manifest_names_every_file_with_its_size_and_sha256(step):
+def test_the_manifest_names_every_file_with_its_size_and_crc32(step):
     tree = json.loads((step / manifest.NAME).read_text())
     want = {}
     for name in ('meta/metadata', 'params/d/a', 'params/empty'):
         data = (step / name).read_bytes()
-        want[name] = [len(data), hashlib.sha256(data).hexdigest()]
-    assert tree['files'] == want and tree['version'] == 1
+        want[name] = [len(data), f'{binascii.crc32(data):08x}']
+    assert tree['files'] == want and tree['version'] == 2
     assert manifest.faults(step) == []
+
+
+def test_a_manifest_of_version_1_is_checked_by_its_sha256(step):
+    files = {name: [path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()] for name, path in manifest.walk(step)}
+    (step / manifest.NAME).write_text(json.dumps({'version': 1, 'files': files, 'sha256': manifest._of_table(files)}))
+    assert manifest.faults(step) == []
+    flip(step / 'params' / 'd' / 'a', 12345)
+    assert manifest.faults(step) == ["'params/d/a' has other content than was written"]
 
 
 def flip(path, bit):
@@ -70,7 +79,7 @@ def test_a_flip_of_any_bit_is_found(step):
         (lambda s: (s / 'params/up').symlink_to('/etc', target_is_directory=True), "'params/up' is no file of it"),
         (lambda s: (s / manifest.NAME).write_text('[' * 100_000), 'nested too deeply'),
         (lambda s: (s / manifest.NAME).write_text('{"version": 1, "files": {"a": [1]}, "sha256": ""}'), "manifest.json' is damaged"),
-        (lambda s: (s / manifest.NAME).write_text('{"version": 9}'), 'has version 9, this package reads 1: upgrade'),
+        (lambda s: (s / manifest.NAME).write_text('{"version": 9}'), 'has version 9, this package reads 2: upgrade'),
     ],
 )
 def test_damage_is_named(step, damage, said):
@@ -85,7 +94,7 @@ def test_names_in_a_manifest_open_nothing(step, tmp_path):
     outside = tmp_path / 'secret'
     outside.write_text('x')
     tree = json.loads((step / manifest.NAME).read_text())
-    tree['files'] |= {name: [1, hashlib.sha256(b'x').hexdigest()] for name in ('../../secret', str(outside))}
+    tree['files'] |= {name: [1, f'{binascii.crc32(b"x"):08x}'] for name in ('../../secret', str(outside))}
     (step / manifest.NAME).write_text(json.dumps(tree | {'sha256': manifest._of_table(tree['files'])}))
     assert manifest.faults(step) == [f'{name!r} is missing' for name in sorted(('../../secret', str(outside)))]
 
