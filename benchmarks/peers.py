@@ -2,17 +2,19 @@
 
     python benchmarks/peers.py --peer 'python peer_torch.py --compile' [--rounds 3] [--set model.layers=12 model.width=256 ...]
 
-A peer is any command that prints, as its last line, a JSON object with `tokens_per_s` (and `compile_s`, where it knows it); give it the
-same shape by its own options. Ours is `spannorm bench --json` of a plain dense model in float32. Prints one JSON line: medians, and the
-ratio of tokens per second, ours over the peer's, as a geometric mean over the rounds with a 95% t interval.
+A peer is any command that prints, as its last line, a JSON object with `tokens_per_s`, or a line with `tokens_per_s N` for each step; give
+it the same shape by its own options. Ours is `spannorm bench --json` of a plain dense model in float32. Prints one JSON line: medians, and
+the ratio of tokens per second, ours over the peer's, as a geometric mean over the rounds with a 95% t interval.
 """
 
 import argparse
 import json
+import re
 import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -24,8 +26,16 @@ SHAPE = (  # 12 blocks of width 256 over 8 rows of 256 bytes
 
 
 def last_json(command: list[str]) -> dict:
+    """What a process says of itself: its last line as JSON, or all lines; or the median of `tokens_per_s N` over the later half."""
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    if speeds := re.findall(r'tokens_per_s ([0-9.]+)', out):
+        return {'tokens_per_s': statistics.median(map(float, speeds[len(speeds) // 2 :]))}
     return json.loads(out[out.index('{') :] if out.startswith('{') else out.splitlines()[-1])
+
+
+def options(changes: Iterable[str]) -> list[str]:
+    """NAME=VALUE as words of a command line."""
+    return [word for item in changes for word in ('--' + item.partition('=')[0], item.partition('=')[2])]
 
 
 def main() -> None:
@@ -35,8 +45,7 @@ def main() -> None:
     p.add_argument('--steps', type=int, default=8)
     p.add_argument('--set', nargs='*', default=SHAPE)
     a = p.parse_args()
-    changes = [word for item in a.set for word in ('--' + item.partition('=')[0], item.partition('=')[2])]
-    ours = [sys.executable, '-m', 'spannorm_jax', 'bench', 'debug', *changes, '--rounds', str(a.steps), '--json']
+    ours = [sys.executable, '-m', 'spannorm_jax', 'bench', 'debug', *options(a.set), '--rounds', str(a.steps), '--json']
     speed, compiling = {'ours': [], 'peer': []}, []
     for i in range(a.rounds):
         for name in ('ours', 'peer') if i % 2 else ('peer', 'ours'):

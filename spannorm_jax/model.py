@@ -32,6 +32,7 @@ from spannorm_jax.sharding import constrain
 _policies = jax.checkpoint_policies
 REMAT = {
     'full': None,
+    'sqrt': None,
     'dots': _policies.save_from_both_policies(_policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(KEPT)),
 }
 
@@ -240,29 +241,47 @@ class Stack(nn.Module):
             # In a loop nothing can merge a forward pass with its recomputation; where there is none (a run of one block) XLA would.
             unrolled = cfg.scan_unroll != 1 or n == 1
             block = Block if cfg.remat == 'none' else nn.remat(Block, prevent_cse=unrolled, policy=REMAT[cfg.remat])
-            scanned = nn.scan(
-                block,
-                variable_axes={'params': 0},
-                split_rngs={'params': True},
-                in_axes=(0, nn.broadcast, 0),  # pyright: ignore[reportArgumentType]
-                length=n,
-                unroll=min(cfg.scan_unroll, n) or n,
-                metadata_params={nn.PARTITION_NAME: 'layers'},
-            )
+            size = group_size(n) if cfg.remat == 'sqrt' and not self.is_initializing() else n
+            blocks = scan(block, size, cfg.scan_unroll)
+            each = held and held[i]
             coef = coefficients(cfg, range(lo, lo + n)) | {'first': jnp.arange(n) == 0}
             # LayerNorm takes the mean out of the sum, which may be large: a sum that is rounded before is not as good as one that is not.
             exact = cfg.norm == 'rmsnorm' or cfg.residual_dtype == accumulator(cfg)
             deferred = n > 1 and rule in topology.ENDS_IN_NORM and exact
             if deferred:
                 stream = stream, (jnp.zeros(cfg.width, accumulator(cfg)),) * (1 + cfg.norm_bias)
-            stream, s = scanned(cfg, rule, moe, causal=self.causal, collect=self.collect, deferred=deferred, name=f'blocks_{i}')(
-                stream, coef, ctx, held and held[i]
+            if size < n:
+                split = functools.partial(jax.tree.map, lambda x, n=n, size=size: x.reshape(n // size, size, *x.shape[1:]))
+                blocks = nn.map_variables(scan(nn.remat(blocks, prevent_cse=False), n // size), 'params', split)
+                coef, each = split((coef, each))
+            stream, s = blocks(cfg, rule, moe, causal=self.causal, collect=self.collect, deferred=deferred, name=f'blocks_{i}')(
+                stream, coef, ctx, each
             )
+            if size < n:
+                s = jax.tree.map(lambda x, n=n: x.reshape(n, *x.shape[2:]), s)
             if deferred:
                 stream = leaving(cfg, apply_norm(cfg, *stream))
             lo, stats = lo + n, [*stats, s]
         stream = jax.tree.map(lambda x: x.astype(accumulator(cfg)), stream)
         return entry.leave(stream, norm, c), join(stats, [n for *_, n in topology.runs(cfg)])
+
+
+def scan(block: Any, n: int, unroll: int = 1) -> Any:
+    """A module over n layers: parameters, coefficients and caches are stacked on a leading axis, the context is the same for all."""
+    return nn.scan(
+        block,
+        variable_axes={'params': 0},
+        split_rngs={'params': True},
+        in_axes=(0, nn.broadcast, 0),  # pyright: ignore[reportArgumentType]
+        length=n,
+        unroll=min(unroll, n) or n,
+        metadata_params={nn.PARTITION_NAME: 'layers'},
+    )
+
+
+def group_size(n: int) -> int:
+    """Blocks per group under remat sqrt: of the divisors m of n the one with the fewest inputs kept, n / m of groups and m of blocks."""
+    return min((m for m in range(n, 0, -1) if n % m == 0), key=lambda m: m + n // m)
 
 
 def join(runs: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]:

@@ -192,9 +192,11 @@ class ModelConfig:
     """Dtype of the residual stream between blocks. Sums are computed in float32 whatever this says, but bfloat16 rounds what leaves a
     block (of one that ends in RMSNorm, the sum that the next block norms): a branch below 1/256 of its skip (keel and deepnorm at depth)
     is then partly lost."""
-    remat: Literal['none', 'full', 'dots'] = 'dots'
-    """Rematerialisation of a block: keep everything, only its input, or the results of its matrix products and of attention (of cuDNN's
-    kernel not: it runs again), since what is between them is cheaper to compute again than to keep."""
+    remat: Literal['none', 'dots', 'full', 'sqrt'] = 'dots'
+    """Rematerialisation: keep everything; or the results of a block's matrix products and of attention (of cuDNN's kernel not: it runs
+    again), since what is between them is cheaper to compute again than to keep; or only the input of each block; or only that of each of
+    about sqrt(L) groups of blocks, and while a group is worked back those of its blocks, for one more forward pass (Chen et al. 2016,
+    arXiv:1604.06174). Groups are of equal size, so a prime number of equal blocks has none, and is as full."""
     scan_unroll: int = 1
     """Blocks per step of the scan over layers; 0 unrolls all of them. Parameters and numbers do not depend on it."""
 

@@ -11,8 +11,8 @@ from spannorm_jax.errors import CheckFailed, UserError
 from spannorm_jax.model import count_params, flops_per_token
 from spannorm_jax.plan import Plan, plan
 
-RECOMPUTED = {'none': 0.0, 'dots': 0.1, 'full': 1.0}  # forward passes done again in the backward pass
-KEPT = {'none': 34.0, 'dots': 12.0, 'full': 1.0}  # values per token, block and channel of width that wait for the backward pass
+RECOMPUTED = {'none': 0.0, 'dots': 0.1, 'full': 1.0, 'sqrt': 2.0}  # forward passes done again in the backward pass
+KEPT = {'none': 34.0, 'dots': 12.0}  # values per token, block and channel of width that wait for the backward pass
 
 
 class Candidate(NamedTuple):
@@ -44,7 +44,9 @@ def estimate(cfg: Config, chips: Chips, params: int, flops: float) -> tuple[floa
     fast = split * mesh.tensor <= chips.island
     links = (gathered + summed) / (chip.link_bandwidth if fast else chip.network_bandwidth)
     links += reduced / (chip.link_bandwidth if chips.count <= chips.island else chip.network_bandwidth)
-    kept = tokens * model.width * width * (KEPT[model.remat] * model.layers / (1 if model.remat == 'full' else mesh.tensor) + KEPT['none'])
+    inputs = {'full': model.layers, 'sqrt': 2 * math.sqrt(model.layers)}  # of blocks, which tensor does not split
+    waiting = inputs[model.remat] if model.remat in inputs else KEPT[model.remat] * model.layers / mesh.tensor
+    kept = tokens * model.width * width * (waiting + KEPT['none'])
     logits = 3 * 4 * min(tokens * model.vocab, 2**25) / mesh.tensor
     block = 2 * width * params / model.layers / mesh.tensor
     return max(compute, links), 16 * shard + kept + logits + block
@@ -54,7 +56,7 @@ def candidates(cfg: Config, chips: Chips) -> list[Candidate]:
     """Every mesh over these chips that splits rows and heads evenly, with every remat policy: those that fit first, then by floor."""
     found, counts = [], (count_params(cfg.model), flops_per_token(cfg.model, cfg.data.seq))
     for mesh in meshes(cfg, chips):
-        for remat in KEPT:
+        for remat in RECOMPUTED:
             one = edit(cfg, {'mesh': mesh, 'model.remat': remat})
             found.append(Candidate(one, *estimate(one, chips, *counts)))
     room = chips.chip.hbm_bytes

@@ -1,5 +1,7 @@
 """What is computed again, and that it changes nothing."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from spannorm_jax import LM, ModelConfig, hlo
 from spannorm_jax.attention import KERNELS
 from spannorm_jax.config import edit
 from spannorm_jax.initializers import is_param
-from spannorm_jax.model import infos
+from spannorm_jax.model import group_size, infos
 
 TINY = ModelConfig(layers=3, width=16, heads=2, ffn=24, vocab=29)
 KINDS = {
@@ -42,6 +44,36 @@ def test_full_does_not_repeat_the_last_product_of_a_block(name):
         products(edit(cfg, {'remat': 'full'})) - products(edit(cfg, {'remat': 'none'})) for cfg in (TINY, edit(TINY, {'topology': name}))
     ]
     assert again[0] == again[1] > 0
+
+
+@pytest.mark.parametrize('layers, groups', [(3, 1), (4, 2), (6, 2), (17, 1), (64, 8), (512, 16)])
+def test_groups_of_blocks(layers, groups):
+    assert layers // group_size(layers) == groups
+
+
+def compiled_gradient(cfg, rows) -> Any:
+    tokens = jnp.arange(rows * 64).reshape(rows, 64) % 29
+    loss = lambda p: jax.nn.log_softmax(LM(cfg).apply(p, tokens))[..., 0].mean()  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss)).lower(random_params(cfg)).compile()
+
+
+@pytest.mark.parametrize(
+    'name, fields', [('span', {}), ('span', KINDS['experts'] | {'first_dense': 2}), ('hc', {'scan_unroll': 2})], ids=str
+)
+def test_sqrt_computes_what_full_computes(name, fields):
+    """Bit for bit, with at most one forward pass more."""
+    cfg = edit(TINY, {'topology': name, 'layers': 6, **fields})
+    full, sqrt = (compiled_gradient(edit(cfg, {'remat': r}), 1)(random_params(cfg)) for r in ('full', 'sqrt'))
+    jax.tree.map(np.testing.assert_array_equal, full, sqrt)
+    none, full, sqrt = (products(edit(cfg, {'remat': r})) for r in ('none', 'full', 'sqrt'))
+    assert none < full < sqrt <= full + none / 3
+
+
+def test_sqrt_keeps_less_than_full():
+    """Inputs of 16 blocks instead of 64, but for what the rest of the step needs."""
+    cfg = edit(TINY, {'topology': 'span', 'layers': 64})
+    full, sqrt = (compiled_gradient(edit(cfg, {'remat': r}), 16).memory_analysis().temp_size_in_bytes for r in ('full', 'sqrt'))
+    assert full - sqrt > 0.7 * 48 * 16 * 64 * cfg.width * 4
 
 
 @pytest.mark.parametrize('norm', ['rmsnorm', 'layernorm'])
