@@ -1,7 +1,7 @@
 """Writes docs/diagnostics.md's list and its figures: python docs/figure_diagnostics.py [RUN ... | MEASURED.json ...]
 
 With runs: measures them first, as `spannorm diagnose` does, or takes what it measured from its diagnostics.json, and keeps the numbers in
-results/diagnostics.json, from which the figures can be drawn again without the runs.
+results/diagnostics.json, from which the figures can be drawn again without the runs; it can be given too, and its runs stay.
 """
 
 import io
@@ -52,7 +52,7 @@ def collect(given: list[str]) -> dict[str, Any]:
     runs = [{k: v for k, v in run.items() if k not in ('config', 'name')} for run in found['runs']]
     drawn = {name: {key for panel in entry.panels for key in panel.keys} | {'steps'} for name, entry in DIAGNOSTICS.items()}
     # A run with experts is there for their figure alone.
-    dense = [not run['config']['model']['experts'] for run in found['runs']]
+    dense = [not run['sections']['experts'] for run in found['runs']]
     kept = {
         name: [
             {k: v for k, v in run.items() if k in drawn[name] and (here or name == 'experts')}

@@ -29,7 +29,9 @@ def figure(cells) -> Figure:
                 ax.plot(L, [c['branches']['predicted']['mean'] for c in mine], '-', lw=0.8, color=colour, alpha=0.7)
             ax.axhline(0, color='#9aa5b1', lw=0.8, zorder=0)
             ax.set_xscale('log', base=2)
-            ax.set_yscale('symlog', linthresh=1)
+            ax.set_xticks(L, [str(n) for n in L])
+            if scale == 'none':
+                ax.set_yscale('symlog', linthresh=1)
             ax.set_title(f'{kind}, scale_init {scale}', loc='left', fontsize=9)
             ax.spines[['top', 'right']].set_visible(False)
             if i == len(scales) - 1:
