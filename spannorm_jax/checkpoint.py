@@ -11,7 +11,6 @@ Older ones are removed only once the disk holds the manifest of a newer one.
 import contextlib
 import errno
 import logging
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +26,7 @@ from spannorm_jax.step import TrainState
 
 FORMAT = 2
 ITEMS = ('params', 'optim', 'meta')
+ORBAX_TABLES = ('_METADATA', '_sharding', '_CHECKPOINT_METADATA', '.zarray')
 MEND = '; to go on from the one before, remove that folder, or set run.torn previous'
 NEVER_S = 10 * 365 * 86_400  # Orbax waits by the wall clock, which may be set; what hangs is the watchdog's to end
 _DISK = {
@@ -109,7 +109,7 @@ class Checkpoints:
         for path in manifest.leftovers(self.folder):
             what = 'removal' if path.name.endswith(manifest.LEFT[0]) else 'save'
             self.notes.append(f'the {what} of step {path.name.partition(".")[0]} had been cut short; removed what it left')
-            shutil.rmtree(path)
+            manifest.remove(path)
 
     def steps(self) -> list[int]:
         """Committed steps, in order, as the disk has them."""
@@ -171,7 +171,7 @@ class Checkpoints:
         for old in steps[: -self.keep]:
             if not (self.keep_every and old % self.keep_every == 0):
                 # A new name first: at no moment does a checkpoint that counts lack a file.
-                shutil.rmtree((self.folder / str(old)).rename(self.folder / f'{old}{manifest.LEFT[0]}'))
+                manifest.remove((self.folder / str(old)).rename(self.folder / f'{old}{manifest.LEFT[0]}'))
 
     def _join(self) -> None:
         sealing, self.sealing = self.sealing, None
@@ -193,11 +193,8 @@ class Checkpoints:
 
     def _damage(self, step: int, part: str = '') -> str | None:
         path = self.folder / str(step)
-        try:
-            with disk_errors('read', path):
-                manifest.check(path, part)
-        except BadData as e:
-            return str(e)
+        with disk_errors('read', path):
+            return manifest.damage(path, part)
 
     def set_aside(self, step: int) -> Path:
         """Move a damaged checkpoint out of the way, to `<dir>.damaged`."""
@@ -257,12 +254,19 @@ class Checkpoints:
         with self._reading(step):
             if damage := self.damage(step):
                 raise BadData(damage + MEND)
+            self._check_tables(step)
             args = ocp.args.Composite(**{item: ocp.args.StandardRestore(tree) for item, tree in asked.items()})
             found = self.manager.restore(step, args=args)
             if old:
                 joined = {item: layout.join(_by_path(tree), _by_path(found[item])) for item, tree in like.items()}
                 return joined | {'params': layout.nested(joined['params'])}
             return found
+
+    def _check_tables(self, step: int) -> None:
+        """Orbax reads its own JSON without a limit. Raises BadData for one that is longer than that of any checkpoint."""
+        for name, path in manifest.walk(self.folder / str(step)):
+            if path is not None and Path(name).name in ORBAX_TABLES and path.stat().st_size > LARGE:
+                raise BadData(f'checkpoint {self._name(step)}: {name!r} is longer than {LARGE >> 20} MiB, not a table that Orbax wrote')
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:

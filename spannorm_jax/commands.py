@@ -7,7 +7,10 @@ import contextlib
 import json
 import math
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +25,35 @@ PROFILED = 4  # steps: enough to see one follow another, few enough to look at
 
 
 def train(args: options.Train) -> int:
-    from spannorm_jax import distributed
-    from spannorm_jax.progress import Progress
-    from spannorm_jax.score import summary
-    from spannorm_jax.train import fit
+    with preempted_early():
+        from spannorm_jax import distributed
+        from spannorm_jax.progress import Progress
+        from spannorm_jax.score import summary
+        from spannorm_jax.train import fit
 
-    with distributed.together():
-        with Progress() as progress:
-            outcome = fit(args.settings, progress, profile=PROFILED if args.profile else 0)
-        if distributed.first():
-            print(summary(args.settings, outcome))
-    return outcome.exit_code
+        with distributed.together():
+            with Progress() as progress:
+                outcome = fit(args.settings, progress, profile=PROFILED if args.profile else 0)
+            if distributed.first():
+                print(summary(args.settings, outcome))
+        return outcome.exit_code
+
+
+@contextlib.contextmanager
+def preempted_early() -> Iterator[None]:
+    """While entered a signal that asks to save ends the process with 75, where `fit` does not listen: it loads, or waits for others."""
+
+    def leave(number: int, frame: Any) -> None:
+        print('spannorm: interrupted before the run began; run the same command again', file=sys.stderr, flush=True)
+        os._exit(75)
+
+    numbers = [getattr(signal, name) for name in ('SIGTERM', 'SIGUSR1') if hasattr(signal, name)]
+    before = {n: signal.signal(n, leave) for n in numbers} if threading.current_thread() is threading.main_thread() else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def prepare(args: options.Prepare) -> int:

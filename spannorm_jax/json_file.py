@@ -1,6 +1,7 @@
 """JSON that may come from anyone: read in bounded memory, and what is wrong with it in words. Imports no jax."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,20 @@ def read_bytes(path: Path, most: int) -> bytes:
     return data
 
 
+def _no_number(name: str) -> None:
+    raise ValueError(f'{name} is no number of JSON')
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        _no_number(text)
+    return number
+
+
 def parse_json(data: bytes, where: str) -> Any:
     """Raises BadData, which begins with `where`."""
     try:
-        return json.loads(data.decode('utf-8'))
+        return json.loads(data.decode('utf-8'), parse_constant=_no_number, parse_float=_number)
     except RecursionError:
         raise BadData(f'{where} is not JSON that anyone wrote: nested too deeply') from None
     except ValueError as e:

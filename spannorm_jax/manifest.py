@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -58,6 +59,14 @@ def check(folder: Path, part: str = '') -> None:
         raise BadData(f'checkpoint {str(folder)!r} is damaged: {problems[0]}{more}')
 
 
+def damage(folder: Path, part: str = '') -> str | None:
+    """What `check` would raise, or None. Raises OSError."""
+    try:
+        check(folder, part)
+    except BadData as e:
+        return str(e)
+
+
 def faults(folder: Path, part: str = '') -> list[str]:
     """What differs from the manifest, a sentence per file; sizes first, and checksums only where all sizes hold. Without one
     (format 1) all that can be told is whether the meta can be read.
@@ -79,8 +88,24 @@ def faults(folder: Path, part: str = '') -> list[str]:
             problems.append(f'{name!r} is no plain file' if path is None else f'{name!r} has {actual} bytes, expected {expected}')
     if problems:
         return problems
+    if META in both and (step := _step_of(folder)) not in (None, folder.name):
+        return [f'it is the checkpoint of step {step}, under another name']
     now = _each(lambda name: _entry(folder / name, hashlib.sha256 if version == 1 else Crc32), both)
     return [f'{name!r} has other content than was written' for name, entry in zip(both, now, strict=True) if entry != said[name]]
+
+
+def _step_of(folder: Path) -> str | None:
+    """The step that a checkpoint's meta names, as a name of a folder; None where it names none."""
+    try:
+        meta = read_json(folder / META, LARGE)
+    except BadData:
+        return None  # the checksums tell
+    return str(meta['step']) if isinstance(meta, dict) and type(meta.get('step')) is int else None
+
+
+def remove(path: Path) -> None:
+    """A checkpoint, or what is left of one; of a link to one only the link."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def walk(folder: Path) -> Iterator[tuple[str, Path | None]]:
@@ -113,7 +138,7 @@ def _read(folder: Path) -> tuple[int, dict[str, list]]:
     if not isinstance(tree, dict) or type(tree.get('version')) is not int or tree['version'] < 1:
         raise wrong
     if tree['version'] > VERSION:
-        raise BadData(f'{str(path)!r} has version {tree["version"]}, this package reads {VERSION}: upgrade spannorm_jax')
+        raise BadData(f'{str(path)!r} has version {tree["version"]}, this package reads 1 to {VERSION}: upgrade spannorm_jax')
     files = tree.get('files')
     if not isinstance(files, dict) or not all(_is_entry(entry) for entry in files.values()) or tree.get('sha256') != _of_table(files):
         raise wrong

@@ -29,8 +29,11 @@ def resumable(cfg: Config, folder: Path, corpus: Any, checkpoints: Checkpoints, 
     meta, where = checkpoints.meta(latest), str(folder / 'checkpoints' / str(latest))
     try:
         pos, then = Position.from_meta(meta), from_dict(Config, meta['config'])
-    except UserError as e:
-        raise BadData(f'the meta of checkpoint {where!r} is damaged ({e}){MEND}') from None
+    except UserError as e:  # its checksum holds: it is as it was written
+        raise BadData(
+            f'checkpoint {where!r} was written by another version of spannorm_jax, or by other hands ({e}); '
+            'go on with the version that wrote it (pip install --upgrade spannorm_jax), or use another run.dir'
+        ) from None
     if changes := resume.check_resumable(then, cfg, folder):
         tell(
             'message', {'text': f'going on with another configuration than that of step {latest}:\n{resume.table(changes, cfg.run.accept)}'}

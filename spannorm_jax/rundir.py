@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from spannorm_jax.config import Config, edit, from_dict, run_id, to_dict
 from spannorm_jax.errors import BadData, ProcessLost, StorageError, UserError
 from spannorm_jax.json_file import read_json
 from spannorm_jax.model import count_params
-from spannorm_jax.resume import check_resumable
+from spannorm_jax.resume import FLAG, check_resumable
 
 SMOOTHING = 20  # steps: a loss is judged by the mean of the last 20
 WINDOW = 201  # steps: a spike stands out of the median of as many
@@ -138,7 +139,15 @@ def read_config(folder: Path) -> Config | None:
 
 def write_config(folder: Path, cfg: Config) -> None:
     """config.json, whole and re-runnable: run.dir is left out, so a copy of it starts a run of its own, and what one start allowed."""
-    write_json(folder / 'config.json', to_dict(edit(cfg, {'run.dir': None, 'run.accept': (), 'run.resume': 'auto'})))
+    write_json(folder / 'config.json', to_dict(edit(cfg, {'run.dir': None, 'run.accept': (), 'run.resume': 'auto', 'run.torn': 'stop'})))
+
+
+def begin(folder: Path, cfg: Config) -> None:
+    """Note the configuration of a run that begins or goes on; how an earlier start ended says nothing of it any more."""
+    write_config(folder, cfg)
+    if distributed.first():
+        with disk_errors('write', folder):
+            (folder / 'outcome.json').unlink(missing_ok=True)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -169,11 +178,21 @@ def _parsed(cls: type, tree: Any, needed: Iterable[str], what: str) -> Any:
 
 
 def finished(cfg: Config, folder: Path) -> Outcome | None:
-    """The outcome of a run that has nothing left to do."""
+    """The outcome of a run that has nothing left to do.
+
+    A run whose last checkpoint is gone while an earlier one is there goes on from that; with run.torn = 'previous' also one whose last
+    checkpoint is damaged. Where all are gone, they were removed for their room: the run is done.
+    """
     done = read_outcome(folder)
     if done is None or done.status not in ('completed', 'diverged') or (done.step < cfg.run.steps and not done.nonfinite):
         return None
-    return dataclasses.replace(done, message=f'{folder} is already complete: {done.status} at step {done.step}')
+    checkpoints = folder / 'checkpoints'
+    newest = max(manifest.steps(checkpoints), default=None)
+    if newest is not None and not done.nonfinite:
+        if newest < done.step or cfg.run.torn == 'previous' and manifest.damage(checkpoints / str(newest)):
+            return None
+    hint = '; to go on from its newest checkpoint, change a rate or run.nonfinite and name it in run.accept' if done.nonfinite else ''
+    return dataclasses.replace(done, message=f'{folder} is already complete: {done.status} at step {done.step}{hint}')
 
 
 def look(cfg: Config, folder: Path) -> Outcome | None:
@@ -185,10 +204,11 @@ def look(cfg: Config, folder: Path) -> Outcome | None:
 def _look(cfg: Config, folder: Path) -> dict[str, Any] | None:
     with disk_errors('read', folder):
         then = read_config(folder)
-        if then is not None:
-            check_resumable(then, cfg, folder)
+        changes = [] if then is None else check_resumable(then, cfg, folder)
         found = finished(cfg, folder)
-        return None if found is None else dataclasses.asdict(found)
+        if found is None or found.nonfinite and any(c.rule.kind == FLAG for c in changes):  # accepted: what stopped it may be over
+            return None
+        return dataclasses.asdict(found)
 
 
 def failed(error: Exception, step: int) -> Outcome:
@@ -207,10 +227,13 @@ def interrupted_early(folder: Path) -> Outcome:
 
 
 def write_json(path: Path, tree: Any) -> None:
-    """All or nothing: a reader never sees half a file. Of several processes one writes."""
+    """All or nothing: a reader never sees half a file, nor does one after the power failed. Of several processes one writes."""
     if not distributed.first():
         return
     with disk_errors('write', path):
         part = path.with_suffix('.part')
-        part.write_text(json.dumps(tree, indent=1, allow_nan=False) + '\n', 'utf-8')
+        with part.open('w', encoding='utf-8') as f:
+            f.write(json.dumps(tree, indent=1, allow_nan=False) + '\n')
+            f.flush()
+            os.fsync(f.fileno())
         part.replace(path)

@@ -42,7 +42,7 @@ class MetricsFile:
         """Forget all rows after `step`."""
         self._close_file()
         with disk_errors('write', self.path):
-            self.rows = [row for row in read_rows(self.path) if row['step'] <= step]
+            self.rows = [row for row in read_rows(self.path, step) if row['step'] <= step]
             old = self.path.stat().st_size if self.path.exists() else 0
             if old != sum(len(dump_row(row)) for row in self.rows):
                 self._replace()
@@ -125,12 +125,15 @@ def dump_row(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + '\n'
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Rows of a metrics file, none where there is no such file. Raises as `parse_rows` does."""
+def read_rows(path: Path, to: int | None = None) -> list[Row]:
+    """Rows of a metrics file, none where there is no such file; with `to` those up to this step: what no checkpoint relies on may be torn.
+
+    Raises as `parse_rows` does.
+    """
     if not path.is_file():
         return []
     with path.open('rb') as f:
-        return _parse(iter(lambda: f.readline(LINE_BYTES + 1), b''), str(path))
+        return _parse(iter(lambda: f.readline(LINE_BYTES + 1), b''), str(path), to)
 
 
 def parse_rows(text: str, name: str) -> list[Row]:
@@ -138,9 +141,11 @@ def parse_rows(text: str, name: str) -> list[Row]:
     return _parse(io.BytesIO(text.encode('utf-8', 'surrogatepass')), name)
 
 
-def _parse(lines: Iterable[bytes], name: str) -> list[Row]:
+def _parse(lines: Iterable[bytes], name: str, to: int | None = None) -> list[Row]:
     rows = []
     for i, line in enumerate(lines, 1):
+        if to is not None and (rows[-1]['step'] if rows else 0) >= to:
+            break
         where = f'{name!r}, line {i}'
         if len(line) > LINE_BYTES:
             raise BadData(f'{where}: longer than {LINE_BYTES >> 20} MiB, not a row of metrics')

@@ -175,9 +175,10 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger,
         # Here, not at the first evaluation: the watchdog sees no compilation, and what does not fit is better known now than hours later.
         eval_step = compiled(made.eval_step(), made.abstract.params, made.eval_batch)
     tell('message', {'text': f'step compiled in {time.perf_counter() - begun:.1f} s'})
-    rundir.write_config(folder, cfg)
+    rundir.begin(folder, cfg)
     agreed = distributed.Agreement(mesh)
-    begin, rows = checkpoints.latest() or 0, read_rows(folder / 'metrics.jsonl')
+    begin = checkpoints.latest() or 0
+    rows = read_rows(folder / 'metrics.jsonl', begin)
     ledger.back_to(begin, rows)
     if begin - (end := max((row['step'] for row in rows if row['step'] <= begin), default=0)) >= cfg.run.log_every:
         tell('message', {'text': f'metrics.jsonl ends at step {end}, the newest checkpoint is of step {begin}: the rows between are lost'})
@@ -213,7 +214,8 @@ def restore(run: Run) -> tuple[TrainState, Position]:
     pos = resumable(run.cfg, run.folder, run.corpus, run.checkpoints, lambda kind, data: None)
     if pos is None:
         run.tell('message', {'text': 'no checkpoint: beginning at step 0'})
-        return run.make_state(), Position()
+        with run.watchdog.paused('drawing the weights'):
+            return run.make_state(), Position()
     state = run.checkpoints.restore(pos.step, run.abstract)
     step, stopped = jax.device_put((jnp.int32(pos.step), jnp.zeros((), bool)), run.abstract.step.sharding)
     run.tell('message', {'text': f'going on from the checkpoint of step {pos.step}'})
@@ -352,7 +354,8 @@ def eval_set(cfg: Config, corpus: Any, group: str) -> Any:
 def blame(run: Run, state: TrainState, pos: Position, bad: dict[str, Any]) -> Trouble:
     """Where a step that was not finite went wrong. Its update was not applied, so the weights are those it began with."""
     batch = sharding.put_batch(run.feed.take(pos.batch), run.mesh, run.cfg.data.batch)
-    outputs = jax.device_get(run.probe(state.params, batch))
+    with run.watchdog.paused('looking for what is not finite'):
+        outputs = jax.device_get(run.probe(state.params, batch))
     trouble = nonfinite.examine(run.cfg, run.names, pos.step + 1, pos.batch, bad, state.params, outputs)
     nonfinite.record(run.folder, trouble)
     return trouble

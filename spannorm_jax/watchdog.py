@@ -1,10 +1,12 @@
 """A run that no longer moves says where it stands, and ends: exit code 71, so that whoever started it can start it again."""
 
+import contextlib
 import faulthandler
+import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spannorm_jax import distributed
@@ -27,6 +29,15 @@ class Watchdog:
 
     def beat(self, what: str) -> None:
         self.heard = time.monotonic(), what
+
+    @contextlib.contextmanager
+    def paused(self, what: str) -> Iterator[None]:
+        """While entered nothing counts as silence: for what lasts and cannot beat, as a compilation."""
+        self.heard = math.inf, what
+        try:
+            yield
+        finally:
+            self.beat(what)
 
     def __enter__(self) -> 'Watchdog':
         self.beat('the start')

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from spannorm_jax.data import prepare, readers, sources
-from spannorm_jax.data.readers import documents
+from spannorm_jax.data.readers import Piece, documents
 from spannorm_jax.errors import BadData, MissingInput, UserError
 
 TEXTS = ['first', 'sécond\r\nline', 'third \U0001f600 <s> </s>', 'x' * 300]
@@ -193,6 +193,15 @@ def test_binary_file_in_a_folder_is_named(tmp_path):
     (tmp_path / 'picture.png').write_bytes(b'\x89PNG\r\n\x1a\n\0\0\0\rIHDR')
     with pytest.raises(BadData, match='picture.png'):
         read(tmp_path)
+
+
+def test_rows_that_share_a_value_do_not_each_hold_it(tmp_path):
+    value = 'x' * (4 << 20)
+    pyarrow.parquet.write_table(pyarrow.table({'text': [value] * 64}), tmp_path / 'x.parquet', dictionary_pagesize_limit=8 << 20)
+    assert (tmp_path / 'x.parquet').stat().st_size < 1 << 20
+    before = pyarrow.total_allocated_bytes()
+    first = next(documents(Piece('parquet', str(tmp_path / 'x.parquet'), 0, 1, 1), 'text'))
+    assert value.startswith(first.text) and pyarrow.total_allocated_bytes() - before < 32 << 20
 
 
 def test_parquet_column_and_values(tmp_path, monkeypatch):

@@ -120,6 +120,34 @@ def test_a_text_that_it_cannot_encode_is_named(tmp_path):
         load_tokenizer(str(tmp_path / 'tokenizer.json')).encode('xyz')
 
 
+def written(path, **fields):
+    tree = {'version': '1.0', 'added_tokens': [], 'model': {'type': 'WordLevel', 'vocab': {'</s>': 0, '<unk>': 1}, 'unk_token': '<unk>'}}
+    path.write_text(json.dumps(tree | fields))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    'fields',
+    [
+        {'pre_tokenizer': {'type': 'FixedLength', 'length': 0}},
+        {'normalizer': {'type': 'Precompiled', 'precompiled_charsmap': ''}},
+        {'normalizer': {'type': 'Replace', 'pattern': {'String': 'a'}, 'content': 'a' * 65}},
+        {'normalizer': {'type': 'Sequence', 'normalizers': [{'type': 'Replace', 'pattern': {'String': 'a'}, 'content': 'a' * 9}] * 2}},
+    ],
+    ids=['length 0', 'no charsmap', 'one replacement', 'two replacements'],
+)
+def test_a_file_that_makes_the_library_panic_or_a_text_explode_is_refused(fields, tmp_path):
+    with pytest.raises(BadData, match='tokenizer.json'):
+        load_tokenizer(written(tmp_path / 'tokenizer.json', **fields)).encode('aé b')
+
+
+def test_the_same_text_always_has_the_same_tokens(tmp_path):
+    """Whatever dropout a file asks for, which is for training a tokenizer's user and changes data under one fingerprint."""
+    model = {'type': 'BPE', 'dropout': 0.5, 'vocab': {'</s>': 0, 'a': 1, 'aa': 2, 'aaaa': 3}, 'merges': [['a', 'a'], ['aa', 'aa']]}
+    tokenizer = load_tokenizer(written(tmp_path / 'tokenizer.json', model=model))
+    assert all(tokenizer.encode('a' * 8).tolist() == [3, 3] for _ in range(20))
+
+
 def test_an_id_that_no_table_should_have_room_for_is_refused(files, tmp_path):
     tree = json.loads(Path(files['hf']).read_text())
     tree['model']['vocab']['far away'] = 2**31

@@ -79,7 +79,7 @@ def test_a_flip_of_any_bit_is_found(step):
         (lambda s: (s / 'params/up').symlink_to('/etc', target_is_directory=True), "'params/up' is no file of it"),
         (lambda s: (s / manifest.NAME).write_text('[' * 100_000), 'nested too deeply'),
         (lambda s: (s / manifest.NAME).write_text('{"version": 1, "files": {"a": [1]}, "sha256": ""}'), "manifest.json' is damaged"),
-        (lambda s: (s / manifest.NAME).write_text('{"version": 9}'), 'has version 9, this package reads 2: upgrade'),
+        (lambda s: (s / manifest.NAME).write_text('{"version": 9}'), 'has version 9, this package reads 1 to 2: upgrade'),
     ],
 )
 def test_damage_is_named(step, damage, said):

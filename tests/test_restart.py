@@ -153,6 +153,69 @@ def test_a_flipped_bit_stops_the_run_or_goes_back_one_as_the_policy_says(copy, w
     assert manifest.verify(folder)['ok']
 
 
+def test_a_finished_run_whose_last_checkpoint_is_lost_or_torn_goes_on_from_the_one_before(copy, whole):
+    folder, cfg = copy
+    fit(cfg, corpus=FakeCorpus())
+    newest = folder / 'checkpoints' / '6'
+    flipped(next(p for name, p in manifest.walk(newest) if p is not None and name.startswith('params/d/')))
+    assert 'already complete' in fit(cfg, corpus=FakeCorpus()).message  # what is done is not looked at
+    assert fit(edit(cfg, {'run.torn': 'previous'}), corpus=FakeCorpus()).message.endswith('completed at step 6') is False
+    assert manifest.verify(folder)['ok'] and losses(folder) == whole and read_config(folder).run.torn == 'stop'
+    shutil.rmtree(newest)
+    assert fit(cfg, corpus=FakeCorpus()).status == 'completed' and newest.is_dir() and losses(folder) == whole
+    shutil.rmtree(folder / 'checkpoints')  # for the room
+    assert 'already complete' in fit(cfg, corpus=FakeCorpus()).message and not (folder / 'checkpoints').exists()
+
+
+def test_a_run_that_was_stopped_as_not_finite_goes_on_with_what_is_accepted(tmp_path):
+    cfg = edit(CFG, {'run.dir': str(tmp_path / 'run'), 'optim.lr_peak': 1e37, 'optim.warmup_steps': 0, 'run.checkpoint_every': 1})
+    assert fit(cfg, corpus=FakeCorpus()).exit_code == rundir.NONFINITE_EXIT
+    assert 'name it in run.accept' in fit(cfg, corpus=FakeCorpus()).message
+    # What is killed before it ends does not leave the old end behind.
+    mild = edit(cfg, {'optim.lr_peak': 1e-3, 'run.nonfinite': 'skip', 'run.accept': ('optim.lr_peak', 'run.nonfinite')})
+    with pytest.raises(ZeroDivisionError):
+        fit(mild, corpus=FakeCorpus(), stop=lambda step: bool(1 / 0))
+    assert json.loads((tmp_path / 'run' / 'outcome.json').read_text())['status'] == 'failed'
+    assert fit(mild, corpus=FakeCorpus()).step == 6
+
+
+@pytest.mark.parametrize('torn', ['{"step": 6, "train/loss": 5.2\x00\x00\n{"step": 7}\n', '{"step": 6, "train/loss": NaN}\n'])
+def test_what_no_checkpoint_relies_on_may_be_torn(copy, whole, torn):
+    folder, cfg = copy
+    with (folder / 'metrics.jsonl').open('a') as f:
+        f.write(torn)
+    assert fit(cfg, corpus=FakeCorpus()).status == 'completed' and losses(folder) == whole
+
+
+def test_a_checkpoint_of_a_newer_package_is_not_called_damaged(copy):
+    folder, cfg = copy
+    (folder / 'config.json').unlink()
+    path = folder / 'checkpoints' / '5' / manifest.META
+    meta = json.loads(path.read_text())
+    meta['config']['model']['brand_new'] = True
+    path.write_text(json.dumps(meta))
+    manifest.seal(path.parent.parent)
+    with pytest.raises(BadData, match='written by another version of spannorm_jax.*brand_new.*upgrade') as e:
+        fit(cfg, corpus=FakeCorpus())
+    assert 'remove' not in str(e.value) and 'torn' not in str(e.value)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_not_sound(copy):
+    folder, cfg = copy
+    shutil.copytree(folder / 'checkpoints' / '4', folder / 'checkpoints' / '9')
+    with pytest.raises(BadData, match="checkpoints/9' is damaged: it is the checkpoint of step 4"):
+        fit(cfg, corpus=FakeCorpus())
+    assert not manifest.verify(folder)['ok']
+
+
+def test_of_a_checkpoint_that_is_a_link_only_the_link_is_removed(copy, tmp_path):
+    folder, cfg = copy
+    (folder / 'checkpoints' / '4').rename(tmp_path / 'elsewhere')
+    (folder / 'checkpoints' / '4').symlink_to(tmp_path / 'elsewhere')
+    assert fit(edit(cfg, {'run.keep': 1}), corpus=FakeCorpus()).status == 'completed'
+    assert manifest.steps(folder / 'checkpoints') == [6] and (tmp_path / 'elsewhere' / manifest.NAME).is_file()
+
+
 def test_a_step_that_lost_its_manifest_and_its_meta_is_torn(copy, whole):
     """Nothing says that it was never committed, so nothing removes it: the policy decides."""
     folder, cfg = copy

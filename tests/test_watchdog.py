@@ -4,12 +4,14 @@ import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
+from test_distributed import free_port
 
 from spannorm_jax import cli, errors, watchdog
 from spannorm_jax.host import Interrupted, Signals, patiently
@@ -32,6 +34,13 @@ def test_the_watchdog_barks_at_silence_and_at_nothing_else(tmp_path, monkeypatch
         now[0] += 1.1
         assert barked.wait(10) and said[0].startswith('no sign of life for 1 s (run.hang_s) since step 7 was done; run again')
     barked.clear()
+    with Watchdog(1.0, tmp_path) as dog:
+        with dog.paused('compiling'):
+            now[0] += 1e9
+            assert not barked.wait(0.25)
+        now[0] += 1.1
+        assert barked.wait(10) and 'since compiling' in said[-1]
+    barked.clear()
     with Watchdog(0.0, tmp_path):
         now[0] += 1e9
         assert not barked.wait(0.25)
@@ -50,6 +59,22 @@ with Watchdog(0.2, pathlib.Path({str(tmp_path)!r}), lambda why: print('last word
     done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (71, 'last words\n')
     assert 'no sign of life for 0.2 s' in done.stderr and 'in stuck' in done.stderr and 'in stuck' in (tmp_path / 'hang.txt').read_text()
+
+
+def test_a_signal_before_a_run_begins_ends_with_75(tmp_path):
+    """Here one of two processes waits for the other, which never comes."""
+    port = free_port()
+    env = os.environ | {'JAX_COORDINATOR_ADDRESS': f'localhost:{port}', 'JAX_NUM_PROCESSES': '2', 'JAX_PROCESS_ID': '0'}
+    run = [sys.executable, '-m', 'spannorm_jax', 'train', 'debug', '--run.dir', str(tmp_path / 'run')]
+    process = subprocess.Popen(run, env=env, stderr=subprocess.PIPE, text=True)
+    for _ in range(600):  # until it listens for the other
+        with contextlib.suppress(OSError), socket.create_connection(('localhost', port), 1):
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75 and 'interrupted before the run began' in said
+    assert not (tmp_path / 'run').exists()
 
 
 def test_work_that_lasts_is_left_for_a_signal():

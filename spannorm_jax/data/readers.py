@@ -11,7 +11,7 @@ import json
 import os
 import reprlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -214,14 +214,15 @@ def _record(record: Any, text_field: str, where: Callable[[], str]) -> Iterator[
         yield Document(part.decode('utf-8'), part, where)
 
 
-def parquet_file(path: str):
+def parquet_file(path: str, dictionaries: Sequence[str] = ()):
+    """The file; columns in `dictionaries` are not expanded, so that rows that share a long value do not each hold it."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
         raise UserError("reading Parquet needs pyarrow: pip install 'spannorm-jax[text]'") from None
     try:
-        return parquet.ParquetFile(path, memory_map=False, buffer_size=1 << 20)
+        return parquet.ParquetFile(path, memory_map=False, buffer_size=1 << 20, read_dictionary=dictionaries)
     except (pyarrow.ArrowException, OSError, ValueError) as e:
         raise BadData(f'{path!r} is not a Parquet file: {e}') from None
 
@@ -229,7 +230,7 @@ def parquet_file(path: str):
 def _parquet(piece: Piece, text_field: str) -> Iterator[Document]:
     import pyarrow
 
-    with parquet_file(piece.path) as file:
+    with parquet_file(piece.path, [text_field]) as file:
         if text_field not in file.schema_arrow.names:
             raise BadData(f'{piece.path!r} has no column {text_field!r} (it has {_some(file.schema_arrow.names)}); set data.text_field')
         for group in range(piece.lo, piece.hi):

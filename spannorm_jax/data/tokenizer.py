@@ -5,10 +5,14 @@ a `bos` is a document's start and nothing else. A tokenizer without a BOS uses i
 """
 
 import abc
+import contextlib
 import hashlib
 import json
+import math
 import reprlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +20,7 @@ from spannorm_jax.errors import BadData, MissingInput, UserError
 from spannorm_jax.json_file import LARGE, read_bytes, read_json
 
 FILE_BYTES = 256 << 20  # the largest tokenizers in use have some 30 MB
+MOST_GROWTH = 64  # of a text by what a tokenizer.json replaces
 MOST_IDS = 1 << 22  # they have some 300,000 ids; what counts tokens has a number for each
 BYTES_FINGERPRINT = hashlib.sha256(b'256 bytes, separator 256').hexdigest()
 # Names that BOS and EOS go by when tokenizer_config.json is not there to tell; the first one present is taken.
@@ -105,10 +110,12 @@ class HuggingFaceTokenizer(Tokenizer):
         except ImportError:
             raise UserError(f"tokenizer {name!r} needs tokenizers: pip install 'spannorm-jax[hf]'") from None
         data = read_bytes(path, FILE_BYTES)
-        try:
+        with _refused(f'{str(path)!r} is not a Hugging Face tokenizer'):
             self.model = tokenizers.Tokenizer.from_str(data.decode())
-        except Exception as e:  # the library raises bare Exception
-            raise BadData(f'{str(path)!r} is not a Hugging Face tokenizer: {e}') from None
+        if (grown := _growth(json.loads(data))) > MOST_GROWTH:
+            raise BadData(f'{str(path)!r} replaces text by text {grown} times as long; more than {MOST_GROWTH} times is not supported')
+        if getattr(self.model.model, 'dropout', None):
+            self.model.model.dropout = None  # or the same text would give other tokens each time
         self.model.no_truncation()
         self.model.no_padding()
         self.model.encode_special_tokens = True  # '</s>' in a document is text
@@ -131,14 +138,35 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids[found[0]] if found else None
 
     def encode(self, text: str) -> np.ndarray:
-        try:
+        with _refused(f'tokenizer {self.name!r} cannot encode {reprlib.repr(text)}'):
             return np.asarray(self.model.encode(text, add_special_tokens=False).ids, np.int64)
-        except Exception as e:  # again a bare one, as where a model names an unknown token that it does not have
-            raise BadData(f'tokenizer {self.name!r} cannot encode {reprlib.repr(text)}: {e}') from None
 
     def decode_bytes(self, ids) -> bytes:
         keep = [i for i in np.asarray(ids).tolist() if i not in (self.bos, self.eos)]
-        return self.model.decode(keep, skip_special_tokens=False).encode()
+        with _refused(f'tokenizer {self.name!r} cannot decode {reprlib.repr(keep)}'):
+            return self.model.decode(keep, skip_special_tokens=False).encode()
+
+
+@contextlib.contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """What the library raises, as BadData: bare Exceptions, and where its Rust code panics an error that is no Exception."""
+    try:
+        yield
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != 'PanicException':
+            raise
+        raise BadData(f'{what}: {e}') from None
+
+
+def _growth(tree: Any) -> int:
+    """By how much the replacements that a tokenizer.json asks for can lengthen a text at most, one after the other."""
+    if isinstance(tree, list):
+        return math.prod(map(_growth, tree))
+    if not isinstance(tree, dict):
+        return 1
+    if tree.get('type') == 'Replace':
+        return max(1, len(str(tree.get('content', ''))))
+    return math.prod(_growth(tree[key]) for key in ('normalizer', 'normalizers', 'pre_tokenizer', 'pretokenizers') if key in tree)
 
 
 def _said(path: Path) -> dict[str, str]:
