@@ -52,7 +52,7 @@ def collect(given: list[str]) -> dict[str, Any]:
     runs = [{k: v for k, v in run.items() if k not in ('config', 'name')} for run in found['runs']]
     drawn = {name: {key for panel in entry.panels for key in panel.keys} | {'steps'} for name, entry in DIAGNOSTICS.items()}
     # A run with experts is there for their figure alone.
-    dense = [not run['sections']['experts'] for run in found['runs']]
+    dense = [not experts for experts in found['diagnostics']['experts']]
     kept = {
         name: [
             {k: v for k, v in run.items() if k in drawn[name] and (here or name == 'experts')}

@@ -8,8 +8,10 @@ from typing import NamedTuple
 from spannorm_jax.chips import Chips
 from spannorm_jax.config import Config, MeshConfig, edit
 from spannorm_jax.errors import CheckFailed, UserError
-from spannorm_jax.model import count_params, flops_per_token
+from spannorm_jax.model import count_params, flops_per_token, group_size
+from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.plan import Plan, plan
+from spannorm_jax.topology import runs
 
 RECOMPUTED = {'none': 0.0, 'dots': 0.1, 'full': 1.0, 'sqrt': 2.0}  # forward passes done again in the backward pass
 KEPT = {'none': 34.0, 'dots': 12.0}  # values per token, block and channel of width that wait for the backward pass
@@ -44,7 +46,7 @@ def estimate(cfg: Config, chips: Chips, params: int, flops: float) -> tuple[floa
     fast = split * mesh.tensor <= chips.island
     links = (gathered + summed) / (chip.link_bandwidth if fast else chip.network_bandwidth)
     links += reduced / (chip.link_bandwidth if chips.count <= chips.island else chip.network_bandwidth)
-    inputs = {'full': model.layers, 'sqrt': 2 * math.sqrt(model.layers)}  # of blocks, which tensor does not split
+    inputs = {'full': model.layers, 'sqrt': inputs_kept(model)}  # of blocks, which tensor does not split
     waiting = inputs[model.remat] if model.remat in inputs else KEPT[model.remat] * model.layers / mesh.tensor
     kept = tokens * model.width * width * (waiting + KEPT['none'])
     logits = 3 * 4 * min(tokens * model.vocab, 2**25) / mesh.tensor
@@ -52,11 +54,19 @@ def estimate(cfg: Config, chips: Chips, params: int, flops: float) -> tuple[floa
     return max(compute, links), 16 * shard + kept + logits + block
 
 
+def inputs_kept(model: ModelConfig) -> int:
+    """Inputs of blocks, or of groups of them, that wait at most under remat sqrt."""
+    sizes = [(n, group_size(n)) for *_, n in runs(model)]
+    return sum(n if size == n else n // size for n, size in sizes) + max((size for n, size in sizes if size < n), default=0)
+
+
 def candidates(cfg: Config, chips: Chips) -> list[Candidate]:
     """Every mesh over these chips that splits rows and heads evenly, with every remat policy: those that fit first, then by floor."""
     found, counts = [], (count_params(cfg.model), flops_per_token(cfg.model, cfg.data.seq))
     for mesh in meshes(cfg, chips):
         for remat in RECOMPUTED:
+            if remat == 'sqrt' and inputs_kept(cfg.model) >= cfg.model.layers:
+                continue  # no groups: the same program as full
             one = edit(cfg, {'mesh': mesh, 'model.remat': remat})
             found.append(Candidate(one, *estimate(one, chips, *counts)))
     room = chips.chip.hbm_bytes

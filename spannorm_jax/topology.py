@@ -160,7 +160,7 @@ def normformer(x, attn, ffn, norm, c):
     gain_N = c.param('head_gain', (c.cfg.heads,), 'gain', const=1.0)
     o = attn(norm('attn_in', x))
     o = (o.reshape(*o.shape[:-1], c.cfg.heads, -1) * gain_N[:, None]).reshape(o.shape)
-    x = x + norm('attn_branch', o)
+    x = c.add('attn', x, norm('attn_branch', o))
     skip = x * c.param('resid_gain', (c.cfg.width,), 'gain', const=1.0) if c.cfg.resid_gain else x
     return skip + ffn(norm('ffn_in', x), norms='inner')
 

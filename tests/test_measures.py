@@ -162,6 +162,18 @@ def test_experts_against_numpy():
     assert np.isnan(found['grad_cv'][0])
 
 
+def test_the_limit_of_sharpness_is_that_of_the_rate_of_the_last_step(monkeypatch):
+    cfg = edit(settings(tiny('pre', layers=2)), {'optim.schedule': 'cosine', 'optim.lr_final': 0.1, 'run.steps': 3})
+    params, optimizer = random_params(cfg.model), make_optimizer(cfg, infos(cfg.model))
+    state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
+    for step in range(3):
+        _, state = update(params, state, params, step=jnp.int32(step))
+    monkeypatch.setattr(measures.curvature, 'hessian_spectrum', lambda *_, **__: jnp.ones(2))
+    found = measures.sharpness(Probe(cfg, params, BATCH, state))
+    assert found['rate'] == pytest.approx(0.1 * cfg.optim.lr_peak)
+    assert found['limit'] == pytest.approx((2 + 2 * cfg.optim.beta1) / (1 - cfg.optim.beta1) / found['rate'])
+
+
 @pytest.mark.parametrize('changes', [{}, {'model.parametrization': 'completep', 'model.base_width': 8, 'model.base_head_dim': 4}])
 def test_what_adam_divides_by(changes):
     """With the factors of a parametrization: moving by Adam is gradient descent with the rate of the base on this preconditioner."""
@@ -171,5 +183,14 @@ def test_what_adam_divides_by(changes):
     grads = jax.tree.map(lambda w: 1e-7 * (1 + jnp.abs(w)), params)  # where eps counts
     state = jax.jit(optimizer.init)(params)
     updates, state = jax.jit(optimizer.update)(grads, state, params, step=jnp.int32(0))
-    P = Probe(cfg, params, BATCH, state).preconditioner
+    probe = Probe(cfg, params, BATCH, state)
+    P = probe.preconditioner
     jax.tree.map(lambda u, g, p: np.testing.assert_allclose(u, -cfg.optim.lr_peak * g / p, rtol=2e-3), updates, grads, P)
+    eps = cfg.optim.eps * (
+        2**-cfg.model.depth_alpha * 8 / cfg.model.width if changes else 1
+    )  # twice as deep as the base, width / 8 as wide
+    probe.__dict__['step'] = {
+        f'layer/{k}/{r}': np.ones(2) for k in ('grad_rms', 'update_ratio', 'update_visible') for r in ('read', 'write')
+    }
+    probe.__dict__['successive'] = []
+    np.testing.assert_allclose(measures.updates(probe)['grad_over_eps/write'], 1 / eps)

@@ -144,7 +144,10 @@ def test_statistics_see_the_branch_as_it_is_added(tokens):
         s_L = (np.arange(3) + 1) ** -0.5
         want = (s_L[:, None, None, None] * run['attn']).var((1, 2, 3))
         np.testing.assert_allclose(siamese['branch_var/attn'], want, rtol=1e-4)
-    for name in ('hc', 'mhc', 'siamese_olmo', 'normformer'):
+    former = stats('normformer')  # what is added is attention's output under a norm, which no factor before it changes
+    for run in former['after']:
+        np.testing.assert_allclose(former['branch_var/attn'], run['attn_branch'].var((1, 2, 3)), rtol=1e-4)
+    for name in ('hc', 'mhc', 'siamese_olmo'):
         found = stats(name)
         assert all(np.abs(found[f'branch_skip_corr/{site}']).max() <= 1 + 1e-5 for site in ('attn', 'ffn'))
 

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from spannorm_jax import parametrization
 from spannorm_jax.config import OptimConfig
 from spannorm_jax.diagnostics import activations, anatomy, curvature, jacobians, readout, removal, similarity, spectra, training
 from spannorm_jax.diagnostics.probe import Probe, adam_state
 from spannorm_jax.initializers import is_param
 from spannorm_jax.model import LM, each_param
+from spannorm_jax.optim import schedule
 from spannorm_jax.step import TrainState, role_counts, role_sums
 
 Measured = dict[str, Any]  # numbers, and arrays (NumPy)
@@ -34,7 +36,8 @@ def gradients(probe: Probe) -> Measured:
     """The layer/* of gradients; what the norms' scales alone predict of them (ending where they end); effective ranks of the matrices."""
     found = of_step('grad_rms/read', 'grad_rms/write', profile='grad_rms/write')(probe)
     scales = (np.log(probe.step[f'layer/sigma_{site}']) for site in ('attn', 'ffn'))
-    law = training.norm_law(probe.cfg.model.topology, *scales)
+    normed = probe.cfg.model.block_end == 'norm'  # else what enters is no norm's
+    law = training.norm_law(probe.cfg.model.topology, *scales) if normed else None
     if law is not None:
         with np.errstate(all='ignore'):
             measured = np.log(found['grad_rms/write'])
@@ -60,7 +63,9 @@ def updates(probe: Probe) -> Measured:
     first step), and `grad_over_eps` = rms of the gradient over Adam's eps."""
     roles = ('read', 'write')
     found = of_step(*(f'{what}/{role}' for role in roles for what in ('update_ratio', 'update_visible')))(probe)
-    found |= {f'grad_over_eps/{role}': probe.step[f'layer/grad_rms/{role}'] / probe.cfg.optim.eps for role in roles}
+    for role in roles:
+        eps = probe.cfg.optim.eps * parametrization.factors(probe.cfg.model, role, True).eps
+        found[f'grad_over_eps/{role}'] = probe.step[f'layer/grad_rms/{role}'] / eps
     if not probe.successive:
         return found
     return found | {f'{k}/{role}': by_role[role] for k, by_role in of_successive(probe, *probe.successive).items() for role in roles}
@@ -226,7 +231,9 @@ def sharpness(probe: Probe) -> Measured:
     found: Measured = {'hessian': np.asarray(run(probe.params, jax.tree.map(jnp.ones_like, probe.params)))}
     if probe.preconditioner is not None:
         found['preconditioned'] = np.asarray(run(probe.params, probe.preconditioner))
-        found['limit'] = curvature.stability_limit(probe.cfg.optim.lr_peak, probe.cfg.optim.beta1)
+        cfg, steps = probe.cfg, int(np.asarray(adam_state(probe.opt_state).count))
+        rate = float(schedule(cfg.optim, max(cfg.run.steps, steps))(steps - 1))  # of the last step that was made
+        found |= {'rate': rate, 'limit': curvature.stability_limit(rate, cfg.optim.beta1)}
     return found | {'sharpness': found['hessian'][0]}
 
 
