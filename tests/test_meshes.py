@@ -168,6 +168,7 @@ def process(folder, at, number, *topologies):
         {'model.balance': 'batch', 'model.router': 'softmax', 'model.capacity_factor': 0.7, 'optim.accumulate': 2, 'optim.loss_chunk': 24},
         pytest.param({'model.capacity_factor': 0.4}, marks=pytest.mark.full),
         pytest.param({'model.topology': 'subln', 'model.norm': 'layernorm'}, marks=pytest.mark.full),
+        pytest.param({'model.remat': 'sqrt', 'model.layers': 4}, marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_nor_do_options_of_the_experts(changes):
