@@ -1,11 +1,12 @@
 """Figure 12: width transfer. Loss over the learning rate at three widths, with one rate for all parameters and with muP.
 
-Cost at nano: 20 runs of 8 layers, and the control. Paper: 310M (width 640) to 5B (2560) at 64 layers; its width scaling is not defined in
-public: ours is muP for Adam (docs/parametrizations.md).
+Cost at nano: some 25 runs of 8 layers, and the control. Paper: 310M (width 640) to 5B (2560) at 64 layers; its width scaling is not
+defined in public: ours is muP for Adam (docs/parametrizations.md).
 """
 
 from spannorm_jax.experiment import product, sibling
-from spannorm_jax.figures import LINES, against, finish, panels
+from spannorm_jax.figures import finish, panels, sensitivity
+from spannorm_jax.stats import wanted
 
 s = sibling('_shared')
 KIND = 'model.parametrization'
@@ -47,6 +48,19 @@ def runs(scale):
     return found
 
 
+def more(scale, rows):
+    """Where the best rate of a width lies at an end of the grid, one rate more at that end; one seed throughout."""
+    found = {}
+    for kind in ('standard', 'mup'):
+        for width, own in by_width(rows, kind).items():
+            if kind == 'mup' and width == widths(scale)[0]:
+                continue
+            cfg = sized(scale, width) if kind == 'standard' else mup(scale, sized(scale, width))
+            for rate, seed in sorted(wanted(own, s.rates(scale), (0,))):
+                found |= product(cfg, {KIND: (kind,), 'model.width': (width,), s.RATE: (rate,), 'run.seed': (seed,)})
+    return found
+
+
 def by_width(rows, kind):
     """Rows of one parametrization by width; the narrowest width serves both."""
     rows = s.without_control(rows)
@@ -58,9 +72,7 @@ def by_width(rows, kind):
 def figure(rows):
     fig, axes = panels('one rate for all parameters', 'muP', width=5)
     for ax, kind in zip(axes, ('standard', 'mup'), strict=True):
-        for i, (width, own) in enumerate(by_width(rows, kind).items()):
-            against(ax, own, s.RATE, 'eval/loss', f'width {width}', f'C{i}', LINES[0])
-        ax.set_xscale('log')
+        sensitivity(ax, {f'width {width}': own for width, own in by_width(rows, kind).items()})
     finish(axes, 'peak learning rate', 'validation loss (nats per token)')
     return fig
 

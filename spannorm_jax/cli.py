@@ -19,7 +19,7 @@ from tyro.conf import Positional
 
 from spannorm_jax import __version__, commands, options
 from spannorm_jax.config import Config
-from spannorm_jax.errors import UserError, nearest, unheard
+from spannorm_jax.errors import MissingInput, UserError, nearest, unheard
 from spannorm_jax.fields import check_number
 from spannorm_jax.load import load_config, names
 
@@ -80,6 +80,8 @@ def main(argv: Sequence[str]) -> int:
             raise
         return complain(f'out of memory: {str(e).splitlines()[0][:200]}; ask for less at once, or for more devices', UserError.exit_code)
     except OSError as e:
+        if e.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # whatever was to be read there is not
+            return complain(f'there is no {str(e.filename)[:100]!r}...: {e.strerror}', MissingInput.exit_code)
         if e.errno not in DISK:
             raise
         where = f' {e.filename!r}' if e.filename else ''

@@ -1,5 +1,6 @@
 """Where a configuration comes from: a bare name, a Python file with `get()`, or the config.json of a run. Imports no jax."""
 
+import os
 import runpy
 import traceback
 from collections.abc import Callable
@@ -74,7 +75,8 @@ def read_config(run: Path) -> Config:
     except UserError as e:
         raise type(e)(f'{path}: {e}') from None
     own = run / TOKENIZER / Path(cfg.data.tokenizer).name
-    return edit(cfg, {'data.tokenizer': str(own.absolute())}) if own.is_file() else cfg
+    # Unlike Path's, os.path's takes a name that no file can have.
+    return edit(cfg, {'data.tokenizer': str(own.absolute())}) if os.path.isfile(own) else cfg
 
 
 def define(file: str) -> None:

@@ -91,7 +91,8 @@ class Position:
     @classmethod
     def from_meta(cls, meta: dict[str, Any]) -> 'Position':
         """Raises BadData where a field is missing or of another type; format 1 had neither spikes nor changes."""
-        needed = [f.name for f in dataclasses.fields(cls) if f.name not in ('spikes', 'changed') or meta.get('format') != 1]
+        older = isinstance(meta, dict) and meta.get('format') == 1
+        needed = [f.name for f in dataclasses.fields(cls) if f.name not in ('spikes', 'changed') or not older]
         return _parsed(cls, meta, needed, 'the position')
 
 

@@ -19,7 +19,7 @@ import pytest
 import sentencepiece
 
 from spannorm_jax import ledger, manifest
-from spannorm_jax.config import Config, from_dict, to_dict
+from spannorm_jax.config import Config, edit, from_dict, to_dict
 from spannorm_jax.data import meta as data_meta
 from spannorm_jax.data.readers import Piece, documents
 from spannorm_jax.data.sources import find
@@ -266,6 +266,28 @@ def test_many_mutated_files(name, tmp_path, capsys):
     speed = count / (time.process_time() - begun)
     with capsys.disabled():
         print(f'\n{name}: {count:,} executions, seed {SEED}, {good:,} valid, {speed:,.0f} a second, +{grown_mb:.0f} MB', flush=True)
+
+
+@pytest.mark.parametrize('data', [b'"a"', b'[]', b'7', b'null'])
+def test_a_position_is_an_object(data):
+    with pytest.raises(UserError, match='the position is'):
+        Position.from_meta(parse_json(data, 'meta'))
+
+
+def test_a_tokenizer_of_a_name_that_no_file_can_have(tmp_path):
+    (tmp_path / 'config.json').write_text(json.dumps(to_dict(edit(Config(), {'data.tokenizer': 'b' * 5000}))))
+    assert read_config(tmp_path).data.tokenizer == 'b' * 5000
+
+
+@pytest.mark.parametrize(
+    'command',
+    ['train LONG', 'train debug --mesh.devices 1 --data.source LONG', 'eval LONG', 'verify LONG', 'import LONG out', 'diagnose LONG'],
+)
+def test_a_path_that_no_file_can_have_is_missing(command, capsys):
+    from spannorm_jax import cli
+
+    assert cli.main(command.replace('LONG', 'a' * 5000).split()) in (2, 66)
+    assert 'File name too long' in capsys.readouterr().err
 
 
 def test_every_parser_has_its_share(tmp_path):
