@@ -28,7 +28,11 @@ def resumable(cfg: Config, folder: Path, corpus: Any, checkpoints: Checkpoints, 
         return None
     meta, where = checkpoints.meta(latest), str(folder / 'checkpoints' / str(latest))
     try:
-        pos, then = Position.from_meta(meta), from_dict(Config, meta['config'])
+        pos = Position.from_meta(meta)
+    except UserError as e:
+        raise BadData(f'the meta of checkpoint {where!r} is damaged ({e}){MEND}') from None
+    try:
+        then = from_dict(Config, meta['config'])
     except UserError as e:  # its checksum holds: it is as it was written
         raise BadData(
             f'checkpoint {where!r} was written by another version of spannorm_jax, or by other hands ({e}); '

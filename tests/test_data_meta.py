@@ -56,7 +56,7 @@ def change(folder, path: tuple, value) -> None:
         (('dtype',), ['<u2'], 'dtype'),
         (('cut',), 0, 'cut'),
         (('duplicates',), -1, 'duplicates'),
-        (('skipped_files',), 1e999, 'skipped_files'),
+        (('skipped_files',), 1.5, 'skipped_files'),
         (('tokenizer',), {}, 'tokenizer.name'),
         (('tokenizer',), [], 'tokenizer'),
         (('tokenizer', 'vocab'), '257', 'tokenizer.vocab'),

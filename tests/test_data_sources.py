@@ -208,6 +208,9 @@ def test_parquet_column_and_values(tmp_path, monkeypatch):
     write_parquet(tmp_path / 'x.parquet', content=TEXTS)
     with pytest.raises(BadData, match=r"no column 'text' \(it has 'content'\)"):
         read(tmp_path / 'x.parquet')
+    write_parquet(tmp_path / 'w.parquet', text=[['a'], ['b']])  # a list has no column of that very name on disk
+    with pytest.raises(BadData, match=r"row group 0 row 0: field 'text' is list"):
+        read(tmp_path / 'w.parquet')
     write_parquet(tmp_path / 'y.parquet', text=['a', 'b', 'c', 'd', None])
     with pytest.raises(BadData, match=r"row group 1 row 1: field 'text' is NoneType"):
         read(tmp_path / 'y.parquet')

@@ -274,6 +274,13 @@ def test_a_position_is_an_object(data):
         Position.from_meta(parse_json(data, 'meta'))
 
 
+@pytest.mark.parametrize('number', ['NaN', 'Infinity', '-Infinity', '1e999', '-1e999'])
+def test_what_is_not_finite_is_no_json(number):
+    with pytest.raises(BadData, match='x is not JSON: .* is no number of JSON'):
+        parse_json(f'{{"a": [{number}]}}'.encode(), 'x')
+    assert parse_json(b'[1e308, -2.5, 7]', 'x') == [1e308, -2.5, 7]
+
+
 def test_a_tokenizer_of_a_name_that_no_file_can_have(tmp_path):
     (tmp_path / 'config.json').write_text(json.dumps(to_dict(edit(Config(), {'data.tokenizer': 'b' * 5000}))))
     assert read_config(tmp_path).data.tokenizer == 'b' * 5000

@@ -67,7 +67,7 @@ def half_a_row():
 
 
 def half_removed():
-    real = checkpoint.shutil.rmtree
+    real = manifest.shutil.rmtree
 
     def rmtree(path, *a, **k):
         if str(path).endswith('.removing'):
@@ -76,7 +76,7 @@ def half_removed():
             reach()
         return real(path, *a, **k)
 
-    checkpoint.shutil.rmtree = rmtree
+    manifest.shutil.rmtree = rmtree
 
 
 def within_evaluation():

@@ -230,9 +230,12 @@ def parquet_file(path: str, dictionaries: Sequence[str] = ()):
 def _parquet(piece: Piece, text_field: str) -> Iterator[Document]:
     import pyarrow
 
-    with parquet_file(piece.path, [text_field]) as file:
+    with parquet_file(piece.path) as file:
         if text_field not in file.schema_arrow.names:
             raise BadData(f'{piece.path!r} has no column {text_field!r} (it has {_some(file.schema_arrow.names)}); set data.text_field')
+        kind, known = file.schema_arrow.field(text_field).type, pyarrow.types
+        plain = known.is_string(kind) or known.is_large_string(kind) or known.is_binary(kind) or known.is_large_binary(kind)
+    with parquet_file(piece.path, [text_field] if plain else []) as file:
         for group in range(piece.lo, piece.hi):
             # Of all columns: asked for a single one of a damaged file, pyarrow ends the process.
             size = file.metadata.row_group(group).total_byte_size
