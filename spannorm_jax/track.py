@@ -142,20 +142,35 @@ def parse_rows(text: str, name: str) -> list[Row]:
 
 
 def _parse(lines: Iterable[bytes], name: str, to: int | None = None) -> list[Row]:
-    rows = []
+    """`to`: a bad line that no row up to this step follows is the end of the file."""
+    rows, lines = [], iter(lines)
     for i, line in enumerate(lines, 1):
-        if to is not None and (rows[-1]['step'] if rows else 0) >= to:
-            break
         where = f'{name!r}, line {i}'
         if len(line) > LINE_BYTES:
             raise BadData(f'{where}: longer than {LINE_BYTES >> 20} MiB, not a row of metrics')
         if not line.endswith(b'\n'):  # the last one, cut short
             break
-        row = parse_json(line, where)
-        if not isinstance(row, dict) or type(row.get('step')) is not int:
-            raise BadData(f'{where}: not a row of metrics (an object whose step is a whole number)')
-        rows.append(row)
+        try:
+            rows.append(_row(line, where))
+        except BadData:
+            if to is None or any(_is_row(later, to) for later in lines):
+                raise
+            break
     return rows
+
+
+def _row(line: bytes, where: str) -> Row:
+    row = parse_json(line, where)
+    if not isinstance(row, dict) or type(row.get('step')) is not int:
+        raise BadData(f'{where}: not a row of metrics (an object whose step is a whole number)')
+    return row
+
+
+def _is_row(line: bytes, to: int) -> bool:
+    """Whether a line is a row of a step up to `to`."""
+    with contextlib.suppress(BadData):
+        return _row(line, '')['step'] <= to
+    return False
 
 
 def plain(value: Any) -> Any:

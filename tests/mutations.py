@@ -47,16 +47,16 @@ MUTATIONS = [
     Mutation(
         'span: second skip from the middle of the block',
         'topology.py',
-        "y = norm('attn_sum', attn(x) + x)\n    return norm('ffn_sum', ffn(y) + x)",
-        "y = norm('attn_sum', attn(x) + x)\n    return norm('ffn_sum', ffn(y) + y)",
+        "y = norm('attn_sum', attn(c.embedded(x)) + x)\n    return norm('ffn_sum', ffn(y) + x)",
+        "y = norm('attn_sum', attn(c.embedded(x)) + x)\n    return norm('ffn_sum', ffn(y) + y)",
         topology('span-3'),
     ),
     Mutation(
         'span: reading A skips the normed embedding',
         'topology.py',
-        "y = norm('attn_sum', attn(norm('embed', x)) + x)",
-        "x = norm('embed', x)\n    y = norm('attn_sum', attn(x) + x)",
-        topology('span-1'),
+        "y = norm('attn_sum', attn(c.embedded(x)) + x)\n    return norm(",
+        "x = c.embedded(x)\n    y = norm('attn_sum', attn(x) + x)\n    return norm(",
+        topology('span-3'),
     ),
     Mutation(
         'b2t: the block input is not added',
@@ -82,8 +82,8 @@ MUTATIONS = [
     Mutation(
         'lns: index shifted by one',
         'topology.py',
-        "coef=lambda cfg, l: {'s': (l + 1) ** -0.5}),",
-        "coef=lambda cfg, l: {'s': (l + 2) ** -0.5}),",
+        "coef=lambda cfg, l: {'s': (l + 1) ** -0.5},\n",
+        "coef=lambda cfg, l: {'s': (l + 2) ** -0.5},\n",
         topology('lns-3'),
     ),
     Mutation(
@@ -113,7 +113,7 @@ MUTATIONS = [
         'topology.py',
         "norm('ffn_sum', x + ffn(norm('ffn_in', x)))",
         "norm('ffn_sum', c.alpha * x + ffn(norm('ffn_in', x)))",
-        topology('keel-1'),
+        topology('keel-3'),
     ),
     Mutation(
         'residual: s ignored after attention',
@@ -144,7 +144,7 @@ MUTATIONS = [
         'topology.py',
         "'arXiv:1706.03762', ('postnorm', 'post_norm', 'postln'), final_norm=False)",
         "'arXiv:1706.03762', ('postnorm', 'post_norm', 'postln'))",
-        topology('post-1'),
+        topology('post-3'),
     ),
     Mutation(
         'hc: streams mixed by the transpose',
@@ -153,13 +153,13 @@ MUTATIONS = [
         "'...td,...st->...sd', H, alpha",
         topology('hc-3'),
     ),
-    Mutation('mhc: post without its factor 2', 'streams.py', '2 * jax.nn.sigmoid(post)', 'jax.nn.sigmoid(post)', topology('mhc-1')),
+    Mutation('mhc: post without its factor 2', 'streams.py', '2 * jax.nn.sigmoid(post)', 'jax.nn.sigmoid(post)', topology('mhc-3')),
     Mutation('mhc: mixing matrix transposed', 'streams.py', "'...ts,...sd->...td', R, H", "'...st,...sd->...td', R, H", topology('mhc-3')),
     Mutation(
         'init: std of every matrix halved',
         'initializers.py',
-        'Init(base * r.gains.get(name, 1.0))',
-        'Init(base * r.gains.get(name, 1.0) / 2)',
+        'Init(base * r.gains.get(name, 1.0)',
+        'Init(base / 2 * r.gains.get(name, 1.0)',
         COMMON,
     ),
     Mutation(
@@ -195,8 +195,8 @@ MUTATIONS = [
     Mutation(
         'norm: eps of 1e-3 whatever the config says',
         'layers.py',
-        'self.cfg.norm_eps if self.eps is None',
-        '1e-3 if self.eps is None',
+        'cfg.norm_eps if eps is None',
+        '1e-3 if eps is None',
         topology('pre-3'),
     ),
     Mutation(
@@ -206,9 +206,19 @@ MUTATIONS = [
         'None',
         options('span-no-embed-norm-final'),
     ),
-    Mutation('norm: gain w instead of 1 + w', 'layers.py', 'gain_D + 1 if cfg.norm_unit_offset else gain_D', 'gain_D', options('gemma')),
     Mutation(
-        'norm: gain dropped', 'layers.py', 'x *= gain_D + 1 if cfg.norm_unit_offset else gain_D', 'x *= 1 + 0 * gain_D', topology('pre-1')
+        'norm: gain w instead of 1 + w',
+        'layers.py',
+        'weights[0] + 1 if cfg.norm_unit_offset else weights[0]',
+        'weights[0]',
+        options('gemma'),
+    ),
+    Mutation(
+        'norm: gain dropped',
+        'layers.py',
+        'x *= weights[0] + 1 if cfg.norm_unit_offset else weights[0]',
+        'x *= 1 + 0 * weights[0]',
+        topology('pre-3'),
     ),
     Mutation(
         'norm: LayerNorm keeps the mean',
@@ -316,9 +326,9 @@ MUTATIONS = [
     ),
     Mutation(
         'attention: score scale ignored',
-        'attention.py',
-        'cfg.resolved_head_dim**-0.5 if cfg.attn_scale is None else cfg.attn_scale',
-        'cfg.resolved_head_dim**-0.5',
+        'parametrization.py',
+        'if cfg.attn_scale is not None:\n        return',
+        'if False:\n        return',
         options('gemma'),
     ),
     Mutation(
@@ -326,13 +336,13 @@ MUTATIONS = [
         'layers.py',
         "act(project('gate')) * project('up')",
         "act(project('up')) * project('gate')",
-        topology('pre-1'),
+        topology('pre-3'),
     ),
-    Mutation('model: logit scale ignored', 'model.py', 'logits *= cfg.logit_scale', 'logits *= 1.0', options('olmo2')),
+    Mutation('model: logit scale ignored', 'model.py', 'logits *= parametrization.logit_scale(cfg)', 'logits *= 1.0', options('olmo2')),
     Mutation(
         'model: constant branch factor ignored',
         'model.py',
-        'sums[site] = skip, o * cfg.branch_scale',
+        "sums[site] = skip, o * (cfg.branch_scale * parametrization.branch_scale(cfg, 'add'))",
         'sums[site] = skip, o',
         options('pre-scalar-gains'),
     ),

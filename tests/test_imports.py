@@ -113,3 +113,10 @@ def test_the_finder_finds():
     assert 'score' in set(ours(PACKAGE / 'commands.py')) and 'score' not in set(ours(PACKAGE / 'commands.py', top_level_only=True))
     assert 'rich' in third_party(PACKAGE / 'commands.py') and 'cli' not in set(ours(PACKAGE / 'commands.py'))
     assert {'jax', 'flax'} <= third_party(PACKAGE / 'model.py')
+
+
+def test_every_mutation_still_has_its_text():
+    """Else the mutation check would try nothing of it, and it runs in the long mode alone."""
+    from mutations import MUTATIONS
+
+    assert {m.what: (PACKAGE / m.file).read_text().count(m.old) for m in MUTATIONS} == dict.fromkeys((m.what for m in MUTATIONS), 1)

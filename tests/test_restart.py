@@ -21,6 +21,7 @@ from spannorm_jax.load import read_config
 from spannorm_jax.program import program
 from spannorm_jax.rundir import Position, spike_score
 from spannorm_jax.sharding import make_mesh
+from spannorm_jax.track import read_rows
 from spannorm_jax.train import fit
 
 pytestmark = [pytest.mark.reliability, pytest.mark.usefixtures('compiled_once')]
@@ -185,6 +186,15 @@ def test_what_no_checkpoint_relies_on_may_be_torn(copy, whole, torn):
     with (folder / 'metrics.jsonl').open('a') as f:
         f.write(torn)
     assert fit(cfg, corpus=FakeCorpus()).status == 'completed' and losses(folder) == whole
+
+
+def test_a_torn_row_is_the_end_only_where_no_row_that_counts_follows(tmp_path):
+    path, torn = tmp_path / 'metrics.jsonl', '{"step": 3\x00\n'
+    path.write_text('{"step": 2}\n' + torn + '{"step": 6}\n')  # rows of every second step, a checkpoint of step 5
+    assert read_rows(path, 5) == [{'step': 2}]
+    for to in (6, None):
+        with pytest.raises(BadData, match='line 2'):
+            read_rows(path, to)
 
 
 def test_a_checkpoint_of_a_newer_package_is_not_called_damaged(copy):
