@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -41,19 +42,39 @@ def train(args: options.Train) -> int:
 
 @contextlib.contextmanager
 def preempted_early() -> Iterator[None]:
-    """While entered a signal that asks to save ends the process with 75, where `fit` does not listen: it loads, or waits for others."""
+    """While entered a signal that asks to save ends the process with 75, where `fit` does not listen: it loads, or waits for others.
 
-    def leave(number: int, frame: Any) -> None:
-        print('spannorm: interrupted before the run began; run the same command again', file=sys.stderr, flush=True)
-        os._exit(75)
+    Python would call a handler only once the main thread is back from what it waits in, which may be minutes, and in C++. So the signal's
+    number goes through a socket to a thread, which leaves unless `fit` has taken the signal over.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
-    numbers = [getattr(signal, name) for name in ('SIGTERM', 'SIGUSR1') if hasattr(signal, name)]
-    before = {n: signal.signal(n, leave) for n in numbers} if threading.current_thread() is threading.main_thread() else {}
+    def ours(number: int, frame: Any) -> None:
+        """Marks that nobody else has taken the signal over; the thread does what there is to do."""
+
+    def listen() -> None:
+        while number := heard.recv(1):  # nothing: the other end is closed
+            if signal.getsignal(number[0]) is ours:
+                print('spannorm: interrupted before the run began; run the same command again', file=sys.stderr, flush=True)
+                os._exit(75)
+
+    heard, tell = socket.socketpair()
+    tell.setblocking(False)
+    woken = signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+    before = {n: signal.signal(n, ours) for n in (getattr(signal, name) for name in ('SIGTERM', 'SIGUSR1') if hasattr(signal, name))}
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(woken)
+        tell.close()
+        listener.join()
+        heard.close()
 
 
 def prepare(args: options.Prepare) -> int:

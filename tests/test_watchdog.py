@@ -14,6 +14,7 @@ import pytest
 from test_distributed import free_port
 
 from spannorm_jax import cli, errors, watchdog
+from spannorm_jax.commands import preempted_early
 from spannorm_jax.host import Interrupted, Signals, patiently
 from spannorm_jax.progress import Progress
 from spannorm_jax.watchdog import Watchdog
@@ -75,6 +76,28 @@ def test_a_signal_before_a_run_begins_ends_with_75(tmp_path):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75 and 'interrupted before the run began' in said
     assert not (tmp_path / 'run').exists()
+
+
+def test_a_signal_is_heard_where_the_main_thread_does_not_wake():
+    """As in a call into C++, or where it comes just before a wait: Python runs a handler only once that is over."""
+    code = """
+import os, signal, threading, time
+from spannorm_jax.commands import preempted_early
+with preempted_early():
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # of this thread alone: another one takes it
+    time.sleep(600)
+"""
+    root = pathlib.Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 75 and 'interrupted before the run began' in done.stderr
+
+
+def test_a_signal_that_the_run_has_taken_over_does_not_end_it():
+    with preempted_early(), Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        assert signals.seen
 
 
 def test_work_that_lasts_is_left_for_a_signal():
