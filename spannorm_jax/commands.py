@@ -332,6 +332,8 @@ def bench(args: options.Bench) -> int:
 def experiment(args: options.Experiment) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f'experiment: --jobs {args.jobs} must be at least 1')
+    if args.together is not None and args.together < 1:
+        raise UserError(f'experiment: --together {args.together} must be at least 1')
     import jax
 
     jax.config.update('jax_platforms', 'cpu')  # the runs compute, in processes of their own: this one must not take their devices
@@ -368,7 +370,7 @@ def experiment(args: options.Experiment) -> int:
         return 0
     else:
         with Progress() as progress:
-            rows = sweep.run(exp, args.scale, results, args.jobs, lambda *now: progress.advance('sweep', exp.id, *now))
+            rows = sweep.run(exp, args.scale, results, args.jobs, lambda *now: progress.advance('sweep', exp.id, *now), args.together)
     if rows is None:
         print(f'spannorm: {exp.id}: interrupted, all runs have saved; run the same command again to go on', file=sys.stderr)
         return sweep.INTERRUPTED

@@ -233,7 +233,9 @@ class Experiment:
     submit: tuple[str, ...] = ()
     """submitit, skypilot: KEY=VALUE for the scheduler, as in: --submit slurm_partition=gpu gpus_per_node=8 timeout_min=600"""
     jobs: int | None = None
-    """local: runs side by side; None means one per core at smoke and nano, one at gpu and paper."""
+    """local: processes side by side; None means one per core at smoke and nano, one at gpu and paper."""
+    together: int | None = None
+    """local: runs that differ in seed and learning rate which one process trains as one program; None means up to 8 at gpu, else 1."""
     root: str = 'runs'
     """Folder of the run directories."""
     results: str = 'results'

@@ -1,5 +1,6 @@
 """The loss curve of a run as a figure. Reads no file but the one it writes; touches no global state of Matplotlib."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 INK, FAINT, BLUE, ORANGE = '#222222', '#9aa5b1', '#1f5fa8', '#d9701a'
+ONE_AT_A_TIME = threading.Lock()  # Matplotlib's fonts are no thread's own
 SMOOTHING = 20  # steps, as in the rule of divergence
 
 
@@ -51,7 +53,8 @@ def loss_figure(rows: Sequence[dict[str, Any]], title: str = '', baselines: dict
 
 
 def save_loss_figure(path: Path, rows: Sequence[dict[str, Any]], title: str = '', baselines: dict[str, float] | None = None) -> None:
-    loss_figure(rows, title, baselines).savefig(path)
+    with ONE_AT_A_TIME:
+        loss_figure(rows, title, baselines).savefig(path)
 
 
 def column(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,7 @@
 """Runs what an experiment lacks, several runs side by side, each in a process of its own on a core of its own; then rows and figure.
 
+On an accelerator one process trains several runs of one shape as one program (batched.py).
+
 Runs are found by their folder, which the hash of the configuration names: what is finished is skipped, what was cut goes on, and a run
 that two experiments share is trained once. So is one whose row the results hold already.
 """
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spannorm_jax import rundir
+from spannorm_jax.batched import groups
 from spannorm_jax.checkpoint import disk_errors
 from spannorm_jax.config import Config
 from spannorm_jax.data import open_data
@@ -26,6 +29,7 @@ from spannorm_jax.stats import Row
 
 ON_CPU = ('smoke', 'nano')  # scales whose runs each take one core; at the others a run takes all devices
 FLOPS_PER_CORE_SECOND = 1.8e10  # measured: see docs/experiments.md
+TOGETHER = 8  # runs of one shape in one process, at scale gpu
 START_SECONDS = 20.0  # of one run: imports, evaluation, and compilation where no run before it had the same program
 EVERY_SECONDS = 0.2
 INTERRUPTED = 75
@@ -67,7 +71,7 @@ def write_configs(todo: dict[Path, Config]) -> list[Path]:
     return paths
 
 
-def run(exp: Experiment, scale: str, results: Path, jobs: int | None, tell: Tell) -> list[Row] | None:
+def run(exp: Experiment, scale: str, results: Path, jobs: int | None, tell: Tell, together: int | None = None) -> list[Row] | None:
     """Runs what is missing, round after round where runs depend on others, and writes results/<scale>/<id>.json and .png.
 
     None where a signal came: all runs have saved and stopped, and the same command goes on.
@@ -76,7 +80,8 @@ def run(exp: Experiment, scale: str, results: Path, jobs: int | None, tell: Tell
     """
     exp = with_rows(exp, results, scale)
     while todo := missing(exp, exp.all_runs(scale)):
-        failed = side_by_side(exp, todo, jobs or (len(cores()) if scale in ON_CPU else 1), scale in ON_CPU, tell)
+        jobs = jobs or (len(cores()) if scale in ON_CPU else 1)
+        failed = side_by_side(exp, todo, jobs, scale in ON_CPU, tell, together or (TOGETHER if scale == 'gpu' else 1))
         if failed is None:
             return None
         if failed:
@@ -105,41 +110,64 @@ def draw(exp: Experiment, rows: list[Row], path: Path) -> None:
 
 @dataclass
 class Job:
-    folder: Path
-    cfg: Config
+    """One process and its runs, which are of one shape."""
+
+    runs: dict[Path, Config]
     process: subprocess.Popen
     core: int | None
 
+    @property
+    def name(self) -> str:
+        first, *more = self.runs
+        return first.name + (f' and {len(more)} more' if more else '')
+
+    @property
+    def log(self) -> Path:
+        return log_of(self.runs)
+
     def share(self) -> float:
-        return steps_done(self.folder / 'metrics.jsonl') / max(self.cfg.run.steps, 1)
+        return sum(share(folder, cfg) for folder, cfg in self.runs.items()) / len(self.runs)
 
 
-def side_by_side(exp: Experiment, todo: dict[Path, Config], jobs: int, pin: bool, tell: Tell) -> dict[Path, str] | None:
-    """Every run once, at most `jobs` at a time. {folder: why} of those that failed; None where a signal stopped them."""
+def share(folder: Path, cfg: Config) -> float:
+    """Of its steps, those that a run has done."""
+    return steps_done(folder / 'metrics.jsonl') / max(cfg.run.steps, 1)
+
+
+def log_of(runs: Iterable[Path]) -> Path:
+    return next(iter(runs)) / 'log.txt'
+
+
+def side_by_side(exp: Experiment, todo: dict[Path, Config], jobs: int, pin: bool, tell: Tell, together: int) -> dict[Path, str] | None:
+    """Every run once, at most `jobs` processes at a time, each with up to `together` runs of one shape. {folder: why} of those that failed;
+    None where a signal stopped them."""
     write_configs(todo)
     free: list[int | None] = (cores() * jobs)[:jobs] if pin else [None] * jobs
-    queue, live, failed = list(todo.items()), list[Job](), dict[Path, str]()
+    queue = [{rundir.run_dir(cfg): cfg for cfg in runs} for runs in groups(todo.values(), together)]
+    live, failed = list[Job](), dict[Path, str]()
     cost = {folder: core_seconds(cfg) for folder, cfg in todo.items()}
     done, total, said = 0.0, sum(cost.values()), ''
-    begun = {folder: steps_done(folder / 'metrics.jsonl') / max(cfg.run.steps, 1) for folder, cfg in todo.items()}
+    begun = {folder: share(folder, cfg) for folder, cfg in todo.items()}
     with Signals() as signals:
         while live or (queue and not signals.seen):
             while queue and free and not signals.seen:
-                folder, cfg = queue.pop(0)
-                live.append(Job(folder, cfg, start(exp, folder, cpu=pin), free.pop(0)))
+                runs = queue.pop(0)
+                live.append(Job(runs, start(exp, runs, cpu=pin), free.pop(0)))
                 if live[-1].core is not None:
                     os.sched_setaffinity(live[-1].process.pid, {live[-1].core})  # threads that it starts later inherit it
             for job in [job for job in live if job.process.poll() is not None]:
                 live.remove(job)
                 stop([job])
                 free.append(job.core)
-                done += cost[job.folder]
-                if not exp.done(job.cfg) and not (signals.seen and job.process.returncode in (INTERRUPTED, -signal.SIGTERM)):
-                    failed[job.folder] = f'exit code {job.process.returncode}: {last_line(job.folder / "log.txt")}'
+                done += sum(cost[folder] for folder in job.runs)
+                if not (signals.seen and job.process.returncode in (INTERRUPTED, -signal.SIGTERM)):
+                    why = f'exit code {job.process.returncode}: {last_line(job.log)}'
+                    failed |= {folder: why for folder, cfg in job.runs.items() if not exp.done(cfg)}
             shares = [(job, job.share()) for job in live]
-            now = done + sum(cost[job.folder] * share for job, share in shares) + sum(cost[f] * begun[f] for f, _ in queue)
-            names = ', '.join(f'{job.folder.name} {share:.0%}' for job, share in shares)
-            note = f'{len(todo) - len(queue) - len(live)}/{len(todo)} runs; {names}'
+            now = done + sum(cost[folder] * part for job, part in shares for folder in job.runs)
+            now += sum(cost[folder] * begun[folder] for runs in queue for folder in runs)
+            left = sum(map(len, queue)) + sum(len(job.runs) for job in live)
+            note = f'{len(todo) - left}/{len(todo)} runs; {", ".join(f"{job.name} {part:.0%}" for job, part in shares)}'
             if note != said:
                 tell(min(now, total), total, said := note)
             if signals.seen:
@@ -148,11 +176,11 @@ def side_by_side(exp: Experiment, todo: dict[Path, Config], jobs: int, pin: bool
         return None if signals.seen else failed
 
 
-def start(exp: Experiment, folder: Path, cpu: bool) -> subprocess.Popen:
+def start(exp: Experiment, runs: Iterable[Path], cpu: bool) -> subprocess.Popen:
     """A worker in a session of its own: a Ctrl-C at the terminal reaches the sweep alone, which passes it on once."""
     environment: dict[str, Any] = {**os.environ, **({'JAX_PLATFORMS': 'cpu'} if cpu else {})}
-    command = [sys.executable, '-m', 'spannorm_jax.worker', str(exp.path), str(folder / 'config.json')]
-    with disk_errors('write', folder), (folder / 'log.txt').open('a') as log:
+    command = [sys.executable, '-m', 'spannorm_jax.worker', str(exp.path), *(str(folder / 'config.json') for folder in runs)]
+    with disk_errors('write', log_of(runs).parent), log_of(runs).open('a') as log:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )  # fmt: skip

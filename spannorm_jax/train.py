@@ -20,7 +20,7 @@ from spannorm_jax.errors import StorageError
 from spannorm_jax.host import Clock, Feed, Interrupted, Signals, alone, patiently, use_compilation_cache
 from spannorm_jax.ledger import Ledger, Profile
 from spannorm_jax.nonfinite import Trouble
-from spannorm_jax.program import program
+from spannorm_jax.program import Program, program
 from spannorm_jax.restart import Progress, data_identity, resumable
 from spannorm_jax.rundir import Outcome, Position
 from spannorm_jax.step import TrainState, evaluate, init_state, leaf_names
@@ -32,27 +32,36 @@ EVALUATIONS = {'eval': 'validation', 'test': 'test'}  # group of metrics -> spli
 
 
 def fit(
-    cfg: Config, progress: Progress | None = None, *, stop: Callable[[int], bool] | None = None, corpus: Any = None, profile: int = 0
+    cfg: Config,
+    progress: Progress | None = None,
+    *,
+    stop: Callable[[int], bool] | None = None,
+    corpus: Any = None,
+    profile: int = 0,
+    share: Callable[[Program], Program] = lambda made: made,
 ) -> Outcome:
     """Train, or go on with, the run that `cfg` describes, in `rundir.run_dir(cfg)`. A finished run is left as it is.
 
     progress: told what happens (see Progress). stop(step): asked before each step; True saves and ends as 'preempted', as SIGTERM,
     SIGUSR1 and the first Ctrl-C do; before the first step a signal ends it at once, with nothing to save. corpus: used instead of the
-    one that `cfg.data` names. profile: how many steps to trace, into `<run>/profile`.
+    one that `cfg.data` names. profile: how many steps to trace, into `<run>/profile`. share: what is to be compiled -> what is compiled
+    instead (batched.py).
 
     Raises: UserError (config, mesh, vocabulary, a config changed on resume), BadData, MissingInput, StorageError.
     """
     tell = progress if progress and distributed.first() else lambda kind, data: None
     with Signals() as signals:
         try:
-            return _fit(cfg, tell, signals, stop, corpus, profile)
+            return _fit(cfg, tell, signals, stop, corpus, profile, share)
         except Interrupted as e:
             outcome = rundir.interrupted_early(rundir.run_dir(cfg))
             distributed.leave(e, outcome.exit_code)
             return outcome
 
 
-def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bool] | None, corpus: Any, profile: int) -> Outcome:
+def _fit(
+    cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bool] | None, corpus: Any, profile: int, share: Callable
+) -> Outcome:
     folder = rundir.run_dir(cfg)
     distributed.same('the configurations', resume.flat(to_dict(cfg)), 'give every process the same command')
     if (done := rundir.look(cfg, folder)) is not None:
@@ -83,7 +92,7 @@ def _fit(cfg: Config, tell: Progress, signals: Signals, stop: Callable[[int], bo
             return as_it_is(done, tell, profile)
         with jax.set_mesh(mesh), open_checkpoints(cfg, folder) as checkpoints:
             try:
-                run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger, profile)
+                run = prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger, profile, share)
                 with run.log, run.feed, run.watchdog, run.profile:
                     if distributed.any_of('the first step', signals.seen):
                         raise Interrupted('interrupted before the first step')
@@ -149,12 +158,12 @@ class Run(NamedTuple):
     probe: Callable
 
 
-def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger, profile) -> Run:
+def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger, profile, share) -> Run:
     """Shardings, compiled steps and open files of a run. Raises as `resumable` does, before anything is written."""
     for note in checkpoints.notes:
         tell('message', {'text': note})
     resumable(cfg, folder, corpus, checkpoints, tell)
-    made = program(cfg, mesh)
+    made = share(program(cfg, mesh))
     for note in made.notes:
         tell('message', {'text': f'sharding: {note}'})
     kernel, passed_over = attention.choose_kernel(cfg.model, cfg.data.seq)

@@ -1,4 +1,4 @@
-"""One run of a sweep, in a process of its own: python -m spannorm_jax.worker EXPERIMENT_FILE CONFIG_JSON.
+"""A run of a sweep in a process of its own, or several of one shape: python -m spannorm_jax.worker EXPERIMENT_FILE CONFIG_JSON...
 
 Standard input is a pipe whose other end the sweep holds. When the sweep is gone, however it ended, the pipe closes and the run saves and
 stops, as on SIGTERM: a sweep that was killed leaves nothing behind that still computes.
@@ -16,25 +16,33 @@ from spannorm_jax.errors import UserError
 PATIENCE_SECONDS = 120.0  # for a run of an earlier sweep that is still saving
 
 
-def main(experiment_file: str, config_json: str) -> int:
+def main(experiment_file: str, *config_json: str) -> int:
     threading.Thread(target=stop_with_the_sweep, daemon=True).start()
     from spannorm_jax import rundir
+    from spannorm_jax.batched import fit_batched
     from spannorm_jax.experiment import load_experiment
     from spannorm_jax.load import load_config
     from spannorm_jax.progress import Progress
     from spannorm_jax.train import fit
 
-    exp, cfg = load_experiment(experiment_file), load_config(config_json)
-    folder = Path(config_json).parent
-    wait_for(folder)
+    exp, runs = load_experiment(experiment_file), {Path(path).parent: load_config(path) for path in config_json}
+    for folder in runs:
+        wait_for(folder)
     try:
         with Progress() as progress:
-            outcome = fit(cfg, progress)
-        if exp.measure and outcome.status in ('completed', 'diverged') and not exp.done(cfg):
-            rundir.write_json(exp.measured(folder), exp.measure(cfg, folder))
+            outcomes = fit_batched([*runs.values()], progress) if len(runs) > 1 else [fit(cfg, progress) for cfg in runs.values()]
+        for (folder, cfg), outcome in zip(runs.items(), outcomes, strict=False):  # fewer where a signal came
+            if exp.measure and not isinstance(outcome, Exception) and outcome.status in ('completed', 'diverged') and not exp.done(cfg):
+                rundir.write_json(exp.measured(folder), exp.measure(cfg, folder))
     finally:
-        add_cost(folder, time.process_time())
-    return outcome.exit_code
+        for folder in runs:
+            add_cost(folder, time.process_time() / len(runs))
+    codes = [rundir.EXIT['preempted']] if len(outcomes) < len(runs) else []
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+        codes.append(outcome.exit_code)
+    return max(codes)
 
 
 def stop_with_the_sweep() -> None:

@@ -63,14 +63,13 @@ def compiled_once():
     from types import SimpleNamespace
 
     from spannorm_jax import program, train
-    from spannorm_jax.config import RunConfig, edit
+    from spannorm_jax.batched import shape
     from spannorm_jax.topology import TOPOLOGIES
 
     made = {}
 
     def once(what, cfg, make):
-        run = RunConfig(steps=cfg.run.steps, seed=cfg.run.seed, nonfinite=cfg.run.nonfinite)
-        key = what, edit(cfg, {'run': run}), program.LM, program.LM.features, TOPOLOGIES[cfg.model.topology].block
+        key = what, shape(cfg), program.LM, program.LM.features, TOPOLOGIES[cfg.model.topology].block
         if key not in made:
             made[key] = make()
         return made[key]

@@ -15,7 +15,7 @@ PACKAGE = ROOT / 'spannorm_jax'
 ORDER = (
     'errors fields json_file manifest chips topology parametrization model_config config resume load initializers sharding rollcall launch '
     'distributed watchdog embedding blocked_attention attention cache layers streams dispatch mla moe model loss optim data step program '
-    'layout checkpoint track nonfinite plot rundir restart host ledger train likelihood '
+    'layout checkpoint track nonfinite plot rundir restart host ledger train batched likelihood '
     'diagnostics theory hlo plan search report stats bench figures experiment sweep launchers interop compare catalog sketch diagram audit '
     'doctor score generate harness gallery page diagnose progress worker results_page options commands cli __main__ __init__ '
 ).split()

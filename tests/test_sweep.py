@@ -164,7 +164,7 @@ def test_a_signal_stops_every_worker_and_starts_no_more(place, monkeypatch, numb
     exp = load_experiment(file(place, f'signal{number}', 3, (0, 1, 2)), str(place / f'signal{number}'))
     started, told = [], []
 
-    def start(exp, folder, cpu):
+    def start(exp, runs, cpu):
         started.append(subprocess.Popen([sys.executable, '-c', 'import os; os.read(0, 1); raise SystemExit(75)'], stdin=subprocess.PIPE))
         return started[-1]
 
@@ -179,13 +179,27 @@ def test_a_signal_stops_every_worker_and_starts_no_more(place, monkeypatch, numb
     assert not result_path(place / 'results', 'smoke', exp.id).exists()
 
 
+def test_one_process_trains_runs_of_one_shape(place):
+    """Their rows are those of runs that were trained alone, but for rounding."""
+    path, root = file(place, 'shape', 3), place / 'together'
+    assert cli.main(['experiment', path, '--scale', 'smoke', '--together', '8', '--root', str(root), '--results', str(root)]) == 0
+    assert len([*root.glob('*/log.txt')]) == 1
+    together = load_rows(result_path(root, 'smoke', 'shape'))
+    for row, cfg in zip(together, load_experiment(path, str(place / 'alone')).all_runs('smoke').values(), strict=True):
+        fit(cfg)
+        losses = [row['train/loss'] for row in map(json.loads, (run_dir(cfg) / 'metrics.jsonl').read_text().splitlines())]
+        np.testing.assert_allclose([loss for _, loss in row['curves']['train/loss']], losses, rtol=1e-5)
+        assert row['run.seed'] == cfg.run.seed and row['seed/measured'] == 10 + cfg.run.seed and row['minutes'] > 0
+
+
 def test_a_run_that_fails_is_told_and_the_others_run(place, monkeypatch):
     """Workers in name only: one fails, one does its run."""
     exp = load_experiment(file(place, 'fails', 3), str(place / 'failing'))
     todo = sweep.missing(exp, exp.all_runs('smoke'))
     bad, good = todo
 
-    def start(exp, folder, cpu):
+    def start(exp, runs, cpu):
+        (folder,) = runs
         if folder == good:
             assert fit(todo[good]).status == 'completed'
             exp.measured(good).write_text('{}')
