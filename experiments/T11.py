@@ -3,6 +3,8 @@
 Cost at nano: minutes; nothing is trained.
 """
 
+import textwrap
+
 from spannorm_jax.experiment import sibling
 from spannorm_jax.figures import LINES, color, finish, panels
 
@@ -23,7 +25,7 @@ def runs(scale):
 def figure(rows):
     table = [row for row in s.tables(rows)['assumptions'] if 'layers' in row]
     names = list(dict.fromkeys(row['assumption'] for row in table))
-    fig, axes = panels(*(name[:44] for name in names), height=2.8)
+    fig, axes = panels(*(textwrap.fill(name, 44) for name in names), height=2.8)
     for ax, name in zip(axes, names, strict=True):
         for (topology, scaled), own in s.group([row for row in table if row['assumption'] == name], 'topology', 'scale_init').items():
             points = [(row['layers'], row['value']['mean']) for row in own]

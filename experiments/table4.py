@@ -1,10 +1,11 @@
 """Table 4: width scaling or none, at the largest width of figure 12, on grids of factor 2 and of factor sqrt 2.
 
-Cost at nano: 3 more rates for each of the two, then three seeds at the best rates.
+Cost at nano: for each of the two the rates between those of figure 12, more where the best lies at an end, then three seeds at the best.
 """
 
 from spannorm_jax.experiment import product, sibling
 from spannorm_jax.figures import against, finish, panels
+from spannorm_jax.stats import wanted
 
 s, fig12 = sibling('_shared'), sibling('fig12')
 QUESTION = 'Is a wide model better without width scaling, and is that the doing of a coarse grid of learning rates?'
@@ -13,10 +14,9 @@ CHIPS = 'v5e:16x16'
 CURVES = ()
 
 
-def fine(scale):
+def fine(coarse):
     """The grid with the geometric means of its neighbours between them."""
-    grid = s.rates(scale)
-    return tuple(sorted({*grid, *(float(f'{(a * b) ** 0.5:.3g}') for a, b in zip(grid, grid[1:], strict=False))}))
+    return tuple(sorted({*coarse, *(float(f'{(a * b) ** 0.5:.3g}') for a, b in zip(coarse, coarse[1:], strict=False))}))
 
 
 def both(scale):
@@ -31,28 +31,31 @@ def of(scale, kind, rates, seeds):
 def runs(scale):
     found = s.control(fig12.sized(scale, fig12.widths(scale)[0]), scale)
     for kind in both(scale):
-        found |= of(scale, kind, fine(scale), (0,))
+        found |= of(scale, kind, fine(s.rates(scale)), (0,))
     return found
 
 
 def more(scale, rows):
-    """All seeds at the best rate of each grid."""
-    found = {}
+    """Both grids grow while the best rate of the coarse one lies at an end; then all seeds at the best rate of each."""
+    found, doubled = {}, {float(f'{rate * 2.0**k:.3g}') for rate in s.rates(scale) for k in range(-9, 10)}
     for kind, own in s.group(s.without_control(rows), fig12.KIND).items():
         first = [row for row in own if row['run.seed'] == 0]
-        best = {s.best_rate(first), s.best_rate([row for row in first if row[s.RATE] in s.rates(scale)])} - {None}
-        found |= of(scale, kind, tuple(sorted(best)), s.seeds(scale))
+        coarse = [row for row in first if row[s.RATE] in doubled]
+        grid = sorted({rate for rate, _ in wanted(coarse, s.rates(scale), (0,))})
+        found |= of(scale, kind, fine(grid), (0,))
+        if set(fine(grid)) <= {row[s.RATE] for row in first}:
+            found |= of(scale, kind, tuple(sorted({s.best_rate(first), s.best_rate(coarse)} - {None})), s.seeds(scale))
     return found
 
 
 def chosen(rows):
     """grid -> parametrization -> rows at its best rate on that grid, chosen with one seed."""
-    rates = sorted({row[s.RATE] for row in s.without_control(rows)})
     found = {}
-    for grid, allowed in (('factor 2', rates[::2]), ('factor sqrt 2', rates)):
+    for grid, every in (('factor 2', 2), ('factor sqrt 2', 1)):
         found[grid] = {}
         for kind, own in s.group(s.without_control(rows), fig12.KIND).items():
-            best = s.best_rate([row for row in own if row['run.seed'] == 0 and row[s.RATE] in allowed])
+            rates = sorted({row[s.RATE] for row in own})[::every]
+            best = s.best_rate([row for row in own if row['run.seed'] == 0 and row[s.RATE] in rates])
             found[grid][kind] = [row for row in own if row[s.RATE] == best]
     return found
 

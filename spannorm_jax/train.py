@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from spannorm_jax import attention, distributed, nonfinite, plot, resume, rundir, sharding
+from spannorm_jax import attention, distributed, nonfinite, resume, rundir, sharding
 from spannorm_jax.checkpoint import Checkpoints, disk_errors
 from spannorm_jax.config import Config, to_dict
 from spannorm_jax.data import check_vocab, open_data
@@ -378,6 +378,8 @@ def ended(run: Run, status: str, pos: Position, reason: str, first: str | None =
 
 
 def draw(run: Run) -> None:
+    from spannorm_jax import plot  # Matplotlib takes a second to load, which a start need not wait for
+
     baselines = {'unigrams': unigram_entropy(run.corpus.meta.unigram)}
     with disk_errors('write', run.folder):
         plot.save_loss_figure(run.folder / 'loss.png', run.log.rows, run.folder.name, baselines)
