@@ -1,10 +1,13 @@
 """spannorm_jax: where normalization and residual paths go in deep Transformers, in JAX and Flax Linen.
 
-Names are loaded when they are first used, so that `import spannorm_jax` costs nothing and starts no device.
+Names are loaded when they are first used, so that `import spannorm_jax` costs nothing and starts no device. It adds to XLA_FLAGS what
+keeps XLA's numbers right on a CPU (`xla_flags`).
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from spannorm_jax import xla_flags
 
 if TYPE_CHECKING:
     from spannorm_jax.config import Config as Config
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from spannorm_jax.train import fit as fit
 
 __version__ = '0.1.0'
+
+xla_flags.sound_products()
 
 _HOME = {
     'config': ('Config', 'ModelConfig', 'edit'),

@@ -1,4 +1,4 @@
-"""`python -m spannorm_jax` and the `spannorm` command. The only place that touches the environment."""
+"""`python -m spannorm_jax` and the `spannorm` command. Its environment is set here, but for xla_flags."""
 
 import contextlib
 import io

@@ -19,7 +19,7 @@ from tyro.conf import Positional
 
 from spannorm_jax import __version__, commands, options
 from spannorm_jax.config import Config
-from spannorm_jax.errors import MissingInput, UserError, nearest, unheard
+from spannorm_jax.errors import BadData, MissingInput, UserError, nearest, unheard
 from spannorm_jax.fields import check_number
 from spannorm_jax.load import load_config, names
 
@@ -82,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
     except OSError as e:
         if e.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # whatever was to be read there is not
             return complain(f'there is no {str(e.filename)[:100]!r}...: {e.strerror}', MissingInput.exit_code)
+        if e.errno in (errno.EISDIR, errno.ENOTDIR):
+            return complain(f'{str(e.filename)!r} cannot be read as a file: {e.strerror}; mend the folder it lies in', BadData.exit_code)
         if e.errno not in DISK:
             raise
         where = f' {e.filename!r}' if e.filename else ''

@@ -206,7 +206,8 @@ def generate(args: options.Generate) -> int:
         for c in made.completions:
             print(f'--- {c.prompt!r} ({c.finish})\n{c.prompt}{c.text}')
     count = sum(len(c.tokens) for c in made.completions)
-    beyond = f'; longer than the {cfg.data.seq} tokens of a row in training' if args.max_tokens > cfg.data.seq else ''
+    longest = max(1 + len(tokenizer.encode(c.prompt)) + len(c.tokens) for c in made.completions)
+    beyond = f'; longer than the {cfg.data.seq} tokens of a row in training' if longest > cfg.data.seq else ''
     speed = f', {made.tokens_per_s:.0f} tokens/s' if math.isfinite(made.tokens_per_s) else ''  # of one or two tokens there is none
     print(f'step {step}, {count} tokens{speed}{beyond}', file=sys.stderr)
     return 0

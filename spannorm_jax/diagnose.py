@@ -21,7 +21,7 @@ from spannorm_jax.host import use_compilation_cache
 from spannorm_jax.load import load_config, names
 from spannorm_jax.program import program
 from spannorm_jax.step import init_state
-from spannorm_jax.track import parse_rows, plain
+from spannorm_jax.track import plain, read_rows
 
 LONGEST = 60  # letters of a label that lists what differs, where names would do
 Tell = Callable[[str], None]
@@ -54,7 +54,8 @@ def diagnose(
         out.mkdir(parents=True, exist_ok=True)
     runs, measured = [], {name: [] for name in chosen}
     configs = configs or [load_config(target) for target in targets]
-    for target, cfg, (place, label) in zip(targets, configs, grouped(configs), strict=True):
+    trained = [begun(target, cfg) is not None for target, cfg in zip(targets, configs, strict=True)]
+    for target, cfg, (place, label) in zip(targets, configs, grouped(configs, trained), strict=True):
         probe, info = load(target, cfg, rows)
         for name, entry in chosen.items():
             tell(f'{label}: {entry.title.lower()}')
@@ -91,8 +92,7 @@ def load(target: str, cfg: Config, rows: int) -> tuple[Probe, dict[str, Any]]:
             if latest is None:
                 raise MissingInput(f'{target!r} has no whole checkpoint yet; train it first: spannorm train {run / "config.json"}')
             state, step = checkpoints.restore(latest, made.abstract), latest
-        metrics = run / 'metrics.jsonl'
-        history = parse_rows(metrics.read_text('utf-8'), str(metrics)) if metrics.is_file() else []
+        history = read_rows(run / 'metrics.jsonl', step)
     else:
         state = init_state(cfg, made.lm, made.optimizer, made.places)
     info = {
@@ -115,8 +115,9 @@ def begun(target: str, cfg: Config) -> Path | None:
     return run
 
 
-def grouped(configs: Sequence[Config]) -> list[tuple[int, str]]:
-    """For every configuration the number and label of its group: those that compute the same but for their seed are one."""
+def grouped(configs: Sequence[Config], trained: Sequence[bool]) -> list[tuple[int, str]]:
+    """For every configuration the number and label of its group: those that compute the same but for their seed are one, and a model at
+    its start and a trained one are two."""
     usual = Config()
     same = {f'{section}.{name}': getattr(getattr(usual, section), name) for section, names in HOW_NOT_WHAT.items() for name in names}
     bare = [edit(cfg, same | {'name': 'run', 'run.seed': 0}) for cfg in configs]
@@ -124,7 +125,12 @@ def grouped(configs: Sequence[Config]) -> list[tuple[int, str]]:
     said, own = labels(kinds), [configs[bare.index(kind)].name for kind in kinds]
     if len(kinds) == 1 or (max(map(len, said)) > LONGEST and len(set(own)) == len(own)):
         said = own
-    return [(kinds.index(cfg), said[kinds.index(cfg)]) for cfg in bare]
+    both = {cfg for cfg, done in zip(bare, trained, strict=True) if done} & {
+        cfg for cfg, done in zip(bare, trained, strict=True) if not done
+    }
+    every = list(dict.fromkeys(zip(bare, trained, strict=True)))
+    label = lambda cfg, done: said[kinds.index(cfg)] + (' at its start' if cfg in both and not done else '')  # noqa: E731
+    return [(every.index(pair), label(*pair)) for pair in zip(bare, trained, strict=True)]
 
 
 def groups_of(runs: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[Group]:

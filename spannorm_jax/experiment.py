@@ -31,7 +31,7 @@ from spannorm_jax.errors import BadData, MissingInput, UserError, nearest
 from spannorm_jax.resume import flat
 from spannorm_jax.rundir import run_dir
 from spannorm_jax.stats import Row, count_spikes
-from spannorm_jax.track import parse_rows
+from spannorm_jax.track import read_rows
 
 SCALES = ('smoke', 'nano', 'gpu', 'paper')
 POINTS, LAYER_POINTS = 60, 6  # kept of a curve, of a curve of lists
@@ -126,8 +126,7 @@ def row_of(name: str, cfg: Config, folder: Path, curves: tuple[str, ...] = ()) -
     outcome = rundir.read_outcome(folder)
     if outcome is None:
         raise MissingInput(f'{str(folder)!r} has no outcome.json yet: run the experiment again to finish it')
-    path = folder / 'metrics.jsonl'
-    metrics = parse_rows(path.read_text('utf-8'), str(path)) if path.is_file() else []
+    metrics = read_rows(folder / 'metrics.jsonl', outcome.step)
     losses = [m['train/loss'] for m in metrics if m.get('train/loss') is not None]
     last = losses[-rundir.SMOOTHING :]
     row: Row = {'name': name} | {k: v for k, v in flat(to_dict(cfg)).items() if k not in HIDDEN}

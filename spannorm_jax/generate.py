@@ -61,15 +61,18 @@ class Generated(NamedTuple):
 
 
 def narrowed(logits_BV: Float[Array, 'B V'], s: Sampling) -> Float[Array, 'B V']:
-    """logits / temperature, with -inf for the tokens that the rules leave out."""
-    z = logits_BV / s.temperature
+    """(logits - the row's largest) / temperature, with -inf for the tokens that the rules leave out.
+
+    top_k and min_p keep ties with the last token they keep; top_p keeps the smallest set, of equal tokens those with the lower ids.
+    """
+    z = (logits_BV - logits_BV.max(-1, keepdims=True)) / s.temperature
     if s.top_k is not None and s.top_k < z.shape[-1]:
         z = jnp.where(z < jax.lax.top_k(z, s.top_k)[0][:, -1:], -jnp.inf, z)
     if s.top_p is not None:
-        ranked = jnp.sort(z, axis=-1, descending=True)
-        p = jax.nn.softmax(ranked, axis=-1)
+        order = jnp.argsort(z, axis=-1, descending=True)
+        p = jax.nn.softmax(jnp.take_along_axis(z, order, -1), axis=-1)
         kept = jnp.cumsum(p, axis=-1) - p < s.top_p  # the first always
-        z = jnp.where(z < jnp.where(kept, ranked, jnp.inf).min(-1, keepdims=True), -jnp.inf, z)
+        z = jnp.where(jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), -1), z, -jnp.inf)
     if s.min_p:
         z = jnp.where(z < z.max(-1, keepdims=True) + math.log(s.min_p), -jnp.inf, z)
     return z
@@ -77,7 +80,7 @@ def narrowed(logits_BV: Float[Array, 'B V'], s: Sampling) -> Float[Array, 'B V']
 
 def draw(logits_BV: Float[Array, 'B V'], s: Sampling, key: Array) -> Int[Array, ' B']:
     """A token per row. A row's randomness depends on the key and its index alone, not on the rows beside it."""
-    if s.temperature == 0:
+    if s.temperature < jnp.finfo(jnp.float32).tiny:  # what is smaller is 0 to the device, and divides by it
         return logits_BV.argmax(-1)
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(logits_BV)))
     return jax.vmap(jax.random.categorical)(keys_B, narrowed(logits_BV, s))

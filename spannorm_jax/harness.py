@@ -168,6 +168,7 @@ def run_tasks(
         for task in loaded['tasks'].values():
             if shots is not None or task.get_config('num_fewshot') is None:
                 task.set_config(key='num_fewshot', value=shots or 0)
+            check_shots(task)
             task.set_fewshot_seed(seed=0)
             task.aggregation = functools.partial(tolerant, task.aggregation())
         model = Harness(run)
@@ -196,6 +197,17 @@ def run_tasks(
         'harness': version('lm_eval'),
         'protocol': PROTOCOL.format(seq=model.max_length),
     }
+
+
+def check_shots(task: Any) -> None:
+    """Raises: MissingInput where the solved examples would be drawn from those that are asked, the one being asked among them."""
+    shots, name = task.config.num_fewshot, task.config.task
+    apart = task.has_training_docs() or (task.has_validation_docs() and task.has_test_docs())
+    if shots and not apart and task.fewshot_cfg.split is None and task.fewshot_cfg.samples is None:
+        raise MissingInput(
+            f'task {name!r}: the {shots} solved examples of a prompt must not be among those that are asked; put others into '
+            f'DIR/{name}/train.jsonl and give --task-data DIR, or take --shots 0'
+        )
 
 
 def tolerant(aggregation: dict[str, Any]) -> dict[str, Any]:

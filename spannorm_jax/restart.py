@@ -45,6 +45,11 @@ def resumable(cfg: Config, folder: Path, corpus: Any, checkpoints: Checkpoints, 
         asked = tuple(f'step {latest}: {c}' for c in changes if c.rule.kind == resume.FLAG)
         pos = dataclasses.replace(pos, changed=(*pos.changed, *asked))
     distributed.same('the newest checkpoints', dataclasses.asdict(pos), 'put run.root on storage that all hosts share')
+    if meta.get('text') == '':
+        raise UserError(
+            f'{str(folder)!r} was imported: it holds weights, and no optimizer state to go on with; evaluate, sample or export it, '
+            f'or train a run of your own in another run.dir'
+        )
     for what, found in data_identity(corpus).items():
         if meta.get(what) != found:
             raise UserError(

@@ -63,7 +63,9 @@ def score(
     mesh = sharding.make_mesh(mesh_cfg)
     distributed.check_mesh(mesh)
     corpus = distributed.prepared_by_first('the data', lambda: open_data(cfg.data))
-    params, step, trained_on = restore_params(run, cfg, mesh)
+    params, step, meta = restore_params(run, cfg, mesh)
+    check_tokenizer(run, corpus.tokenizer, meta)
+    trained_on = str(meta.get('text', ''))
     if source is None and not trained_on:
         raise UserError(f'{str(run)!r} was imported and does not say what it was trained on; name the text to evaluate on with --source')
     if source is None and trained_on != corpus.hash:
@@ -167,12 +169,21 @@ def load_run(run: Path, mesh_cfg: MeshConfig) -> LoadedRun:
     use_compilation_cache()
     mesh, tokenizer = sharding.make_mesh(mesh_cfg), tokenizer_of(cfg.data)
     distributed.check_mesh(mesh)
-    params, step, _ = restore_params(run, cfg, mesh)
+    params, step, meta = restore_params(run, cfg, mesh)
+    check_tokenizer(run, tokenizer, meta)
     return LoadedRun(cfg, LM(cfg.model), params, step, tokenizer, mesh)
 
 
-def restore_params(run: Path, cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Any, int, str]:
-    """Parameters of the newest checkpoint, its step, and the hash of the text it was trained on."""
+def check_tokenizer(run: Path, tokenizer: Tokenizer, meta: dict[str, Any]) -> None:
+    """Raises: UserError where the weights belong to another tokenizer: what they say of its ids would mean nothing."""
+    if meta.get('tokenizer', tokenizer.fingerprint) != tokenizer.fingerprint:
+        raise UserError(
+            f'the tokenizer of {str(run)!r} ({tokenizer.name}) has changed since its weights were saved; put back the one they belong to'
+        )
+
+
+def restore_params(run: Path, cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Any, int, dict[str, Any]]:
+    """Parameters of the newest checkpoint, its step, and its meta: the hash of the text, the tokenizer, ..."""
     if not (run / 'checkpoints').is_dir():
         raise MissingInput(f'{str(run)!r} has no checkpoint yet; train it first: spannorm train {run / "config.json"}')
     tree = infos(cfg.model)
@@ -184,14 +195,14 @@ def restore_params(run: Path, cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Any
         step = checkpoints.latest()
         if step is None:
             raise MissingInput(f'{str(run)!r} has no whole checkpoint yet; train it first: spannorm train {run / "config.json"}')
-        return checkpoints.restore_params(step, like), step, str(checkpoints.meta(step).get('text', ''))
+        return checkpoints.restore_params(step, like), step, checkpoints.meta(step)
 
 
 def summary(cfg: Config, outcome: Outcome) -> str:
     """One line (two with the picture) on a run that has ended: status, held-out bits/byte beside the bigram baseline, where it is."""
     folder = Path(outcome.dir)
     last: dict[str, Any] = {}
-    for row in read_rows(folder / 'metrics.jsonl'):
+    for row in read_rows(folder / 'metrics.jsonl', outcome.step):
         last |= row
     parts = [f'{folder.name} ({model_line(cfg)}): {outcome.status} at step {outcome.step}']
     if outcome.reason:

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import io
 import json
 import math
 import os
@@ -23,7 +22,11 @@ LINE_BYTES = 16 << 20  # a row with lists over a few hundred layers has some 100
 
 @runtime_checkable
 class Sink(Protocol):
-    def write(self, row: Row) -> None: ...
+    def write(self, row: Row) -> None:
+        """A row, or what has been added to the last one."""
+
+    def back_to(self, step: int) -> None:
+        """The rows after `step` do not count: others of these steps follow."""
 
     def close(self) -> None: ...
 
@@ -40,13 +43,16 @@ class MetricsFile:
 
     def truncate(self, step: int) -> None:
         """Forget all rows after `step`."""
+        again = hasattr(self, 'file')
         self._close_file()
         with disk_errors('write', self.path):
-            self.rows = [row for row in read_rows(self.path, step) if row['step'] <= step]
+            self.rows = read_rows(self.path, step)
             old = self.path.stat().st_size if self.path.exists() else 0
             if old != sum(len(dump_row(row)) for row in self.rows):
                 self._replace()
             self.file = self.path.open('a', encoding='utf-8')
+        for sink in self.sinks if again else ():
+            sink.back_to(step)
 
     def last(self, step: int) -> Row:
         """The row of `step` if it is the last one, else a new row: to add what an interruption left out. It stays in the file.
@@ -62,6 +68,7 @@ class MetricsFile:
         again = bool(self.rows) and self.rows[-1]['step'] == row['step']
         if again and self.rows[-1] == row:
             return
+        known = self.rows[-1] if again else {}
         self.rows[len(self.rows) - again :] = [row]
         with disk_errors('write', self.path):
             if again:
@@ -72,7 +79,7 @@ class MetricsFile:
                 self.file.write(dump_row(row))
                 self.file.flush()
         for sink in self.sinks:
-            sink.write(row)
+            sink.write({k: v for k, v in row.items() if k == 'step' or k not in known or known[k] != v})
 
     def _replace(self) -> None:
         """The file anew from `rows`: a crash leaves the old one or the new one."""
@@ -126,37 +133,27 @@ def dump_row(row: Row) -> str:
 
 
 def read_rows(path: Path, to: int | None = None) -> list[Row]:
-    """Rows of a metrics file, none where there is no such file; with `to` those up to this step: what no checkpoint relies on may be torn.
+    """Rows of a metrics file, none where there is no such file. A last line without its end is left out.
 
-    Raises as `parse_rows` does.
+    to: only rows up to this step count; the first bad line that none of them follows is the end. Raises: BadData, with the line's number.
     """
     if not path.is_file():
         return []
     with path.open('rb') as f:
-        return _parse(iter(lambda: f.readline(LINE_BYTES + 1), b''), str(path), to)
-
-
-def parse_rows(text: str, name: str) -> list[Row]:
-    """Rows of a metrics file. A last line without its end is left out; any other bad line raises BadData with its number."""
-    return _parse(io.BytesIO(text.encode('utf-8', 'surrogatepass')), name)
-
-
-def _parse(lines: Iterable[bytes], name: str, to: int | None = None) -> list[Row]:
-    """`to`: a bad line that no row up to this step follows is the end of the file."""
-    rows, lines = [], iter(lines)
-    for i, line in enumerate(lines, 1):
-        where = f'{name!r}, line {i}'
-        if len(line) > LINE_BYTES:
-            raise BadData(f'{where}: longer than {LINE_BYTES >> 20} MiB, not a row of metrics')
-        if not line.endswith(b'\n'):  # the last one, cut short
-            break
-        try:
-            rows.append(_row(line, where))
-        except BadData:
-            if to is None or any(_is_row(later, to) for later in lines):
-                raise
-            break
-    return rows
+        rows, lines = [], iter(lambda: f.readline(LINE_BYTES + 1), b'')
+        for i, line in enumerate(lines, 1):
+            where = f'{str(path)!r}, line {i}'
+            if len(line) > LINE_BYTES:
+                raise BadData(f'{where}: longer than {LINE_BYTES >> 20} MiB, not a row of metrics')
+            if not line.endswith(b'\n'):  # the last one, cut short
+                break
+            try:
+                rows.append(_row(line, where))
+            except BadData:
+                if to is None or any(_is_row(later, to) for later in lines):
+                    raise
+                break
+    return [row for row in rows if to is None or row['step'] <= to]
 
 
 def _row(line: bytes, where: str) -> Row:
@@ -197,9 +194,19 @@ class TensorBoard:
     """Scalars as they are; lists of length L as one scalar per layer. What an earlier start wrote after `step` is not shown."""
 
     def __init__(self, folder: Path, step: int = 0):
+        self.folder = folder
+        self._open(step)
+
+    def _open(self, step: int) -> None:
         from tensorboardX import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1)
+        # Files count in the order of their names, which a second of time alone would not settle, nor keep apart.
+        before = len(list(self.folder.iterdir())) if self.folder.is_dir() else 0
+        self.writer = SummaryWriter(str(self.folder), purge_step=step + 1, filename_suffix=f'.{before:06}')
+
+    def back_to(self, step: int) -> None:
+        self.writer.close()
+        self._open(step)
 
     def write(self, row: Row) -> None:
         for key, value in row.items():
@@ -212,16 +219,23 @@ class TensorBoard:
 
 
 class WandB:
-    """Rows as they are. The run's id is its directory's name, so that a resumed run goes on in the same W&B run."""
+    """Rows as they are, over an axis `step` of our own: W&B's own steps never go back, and it would drop rows. What a rollback leaves out
+    stays there, followed by what took its place. The run's id is its directory's name, so that a resumed run goes on in the same W&B run.
+    """
 
     def __init__(self, name: str, config: dict[str, Any], folder: Path):
         import wandb
 
         with wandb_errors():
             self.run = wandb.init(id=name, name=name, config=config, dir=str(folder), resume='allow')
+        self.run.define_metric('step')
+        self.run.define_metric('*', step_metric='step')
+
+    def back_to(self, step: int) -> None:
+        pass
 
     def write(self, row: Row) -> None:
-        self.run.log({k: v for k, v in row.items() if k != 'step' and v is not None}, step=row['step'])
+        self.run.log({k: v for k, v in row.items() if v is not None})
 
     def close(self) -> None:
         self.run.finish()

@@ -189,7 +189,7 @@ def prepare(cfg, folder, corpus, mesh, checkpoints, tell, signals, stop, ledger,
     begin = checkpoints.latest() or 0
     rows = read_rows(folder / 'metrics.jsonl', begin)
     ledger.back_to(begin, rows)
-    if begin - (end := max((row['step'] for row in rows if row['step'] <= begin), default=0)) >= cfg.run.log_every:
+    if begin - (end := max((row['step'] for row in rows), default=0)) >= cfg.run.log_every:
         tell('message', {'text': f'metrics.jsonl ends at step {end}, the newest checkpoint is of step {begin}: the rows between are lost'})
     return Run(
         cfg=cfg,

@@ -163,8 +163,10 @@ def test_seeds_are_a_band_and_groups_have_colours():
 def test_labels_of_groups(tmp_path, text):
     base = config(tmp_path, text)
     several = [edit(base, {'model.topology': t, 'run.seed': s, 'run.dir': f'{t}{s}'}) for t in ('pre', 'span') for s in (0, 1)]
-    assert grouped(several) == [(0, 'topology pre'), (0, 'topology pre'), (1, 'topology span'), (1, 'topology span')]
-    assert grouped(several[:2]) == [(0, 'run'), (0, 'run')]
+    assert grouped(several, [True] * 4) == [(0, 'topology pre'), (0, 'topology pre'), (1, 'topology span'), (1, 'topology span')]
+    assert grouped(several[:2], [True] * 2) == [(0, 'run'), (0, 'run')]
+    assert grouped(several[:2], [False, True]) == [(0, 'run at its start'), (1, 'run')]
+    assert grouped(several[1:3], [False, True]) == [(0, 'topology pre'), (1, 'topology span')]
 
 
 def copied(run, to, rows, **changes):

@@ -261,6 +261,8 @@ def test_ranks_of_known_data():
     assert d.eigenvalues(shifted)[k] < 1e-9 < 40 < d.eigenvalues(shifted, centred=False)[0], 'the mean, unless taken off'
     assert all(np.isnan(v) for v in d.effective_ranks(np.zeros(4)).values())
     np.testing.assert_allclose(d.over_median([4, 1, 2, 0]), [2, 1, 0.5, 0])
+    few = np.random.default_rng(0).normal(size=(16, 128))  # 112 eigenvalues are zero, but for rounding
+    assert 1 < d.over_median(d.eigenvalues(few))[0] < 4
     assert d.entropy_rank([0, 2, 2]) == pytest.approx(2)
 
 

@@ -31,7 +31,7 @@ from spannorm_jax.ledger import CAUSES, COUNTS, Ledger
 from spannorm_jax.load import read_config
 from spannorm_jax.model_config import ModelConfig
 from spannorm_jax.rundir import Position, read_outcome
-from spannorm_jax.track import dump_row, parse_rows, read_rows
+from spannorm_jax.track import dump_row, read_rows
 
 pytestmark = pytest.mark.reliability
 SEED = int(os.environ.get('FUZZ_SEED', 20261130))
@@ -138,7 +138,6 @@ def targets(folder):
     return {
         'config': (CONFIG, lambda data: from_dict(Config, parse_json(data, 'config'))),
         'config.json': (CONFIG, In(folder, 'run/config.json', lambda p: read_config(p.parent))),
-        'metrics': (ROWS, lambda data: parse_rows(data.decode('utf-8', 'replace'), 'metrics')),
         'metrics.jsonl': (ROWS, In(folder, 'metrics.jsonl', read_rows)),
         'outcome.json': (OUTCOME, In(folder, 'out/outcome.json', lambda p: read_outcome(p.parent))),
         'time.json': (TIME, In(folder, 'time.json', kept_book)),

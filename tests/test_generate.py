@@ -48,7 +48,21 @@ def test_rules_are_brute_force(rule):
     got = np.asarray(narrowed(jnp.asarray(logits, jnp.float32), s))
     for row, z in zip(got, logits, strict=True):
         assert set(np.flatnonzero(np.isfinite(row))) == brute(z, s)
-        np.testing.assert_allclose(row[np.isfinite(row)], (z / s.temperature)[np.isfinite(row)], rtol=1e-5)
+        np.testing.assert_allclose(row[np.isfinite(row)], ((z - z.max()) / s.temperature)[np.isfinite(row)], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('p', [0.1, 0.35, 0.6, 1.0])
+def test_top_p_is_the_smallest_set_where_tokens_are_equal(p):
+    for z in ([0.0] * 10, [1.0, 0.0, 1.0, 0.0, 1.0, -1.0]):
+        (row,) = np.asarray(narrowed(jnp.array([z]), Sampling(top_p=p)))
+        assert set(np.flatnonzero(np.isfinite(row))) == brute(z, Sampling(top_p=p))
+
+
+@pytest.mark.parametrize('temperature', [5e-324, 1e-39, 1e-37, 1e-10])
+@pytest.mark.parametrize('rule', [{}, {'top_p': 0.9}, {'min_p': 0.1}, {'top_k': 3}], ids=str)
+def test_a_tiny_temperature_is_greedy(temperature, rule):
+    logits = jnp.array([[1.0, 3.0, -2.0, 50.0], [900.0, -3.0, 899.0, 0.0]])
+    assert draw(logits, Sampling(temperature, **rule), jax.random.key(0)).tolist() == [3, 0]
 
 
 def test_draws_follow_the_distribution_and_do_not_depend_on_the_rows_beside():
@@ -170,6 +184,9 @@ def test_command(trained, capsys):
     assert cli.main([*greedy, 'other', '--max-tokens', '20', '--stop', out[8:10]]) == 0
     out, err = capsys.readouterr()
     assert "--- 'document' (stop)\ndocument\n" in out and "--- 'other'" in out and 'longer than the 16 tokens' in err
+    for most, note in (('7', False), ('8', True)):  # with the beginning and the prompt, 16 tokens and 17
+        assert cli.main([*greedy, '--max-tokens', most]) == 0
+        assert ('longer than the 16 tokens' in capsys.readouterr().err) == note
 
 
 @pytest.mark.parametrize(

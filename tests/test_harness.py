@@ -188,8 +188,14 @@ def test_the_columns_of_table_1(trained, run, monkeypatch):
     assert found['harness/last_word/acc'] in (0, 0.25, 0.5, 0.75, 1) and found['harness/pages/word_perplexity'] > 1
 
 
-def test_shots_and_limit(run, oracle, files):
+def test_shots_and_limit(run, files, tmp_path):
     """A solved example before each question; the first example alone."""
+    with pytest.raises(MissingInput, match='must not be among those that are asked'):
+        run_tasks(run, [files['choice']], limit=1, shots=1)
+    task, (rows, _) = json.loads(pathlib.Path(files['choice']).read_text()), TASKS['choice']
+    (tmp_path / 'shots.jsonl').write_text(json.dumps(rows[1]) + '\n')
+    task['dataset_kwargs']['data_files']['train'] = str(tmp_path / 'shots.jsonl')
+    pathlib.Path(files['choice']).write_text(json.dumps(task | {'training_split': 'train'}))
     found = run_tasks(run, [files['choice']], limit=1, shots=1)['tasks']['choice']
     assert (found['examples'], found['shots'], found['truncated']) == (1, 1, 3)
 

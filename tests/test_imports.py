@@ -13,16 +13,16 @@ PACKAGE = ROOT / 'spannorm_jax'
 
 # A file imports only from above it; a folder counts as one file.
 ORDER = (
-    'errors fields json_file manifest chips topology parametrization model_config config resume load initializers sharding rollcall launch '
-    'distributed watchdog embedding blocked_attention attention cache layers streams dispatch mla moe model loss optim data step program '
-    'layout checkpoint track nonfinite plot rundir restart host ledger train batched likelihood '
-    'diagnostics theory hlo plan search report stats bench figures experiment sweep launchers interop compare catalog sketch diagram audit '
-    'doctor score generate harness gallery page diagnose progress worker results_page options commands cli __main__ __init__ '
+    'xla_flags errors fields json_file manifest chips topology parametrization model_config config resume load initializers sharding '
+    'rollcall launch distributed watchdog embedding blocked_attention attention cache layers streams dispatch mla moe model loss '
+    'optim data step program layout checkpoint track nonfinite plot rundir restart host ledger train batched likelihood diagnostics '
+    'theory hlo plan search report stats bench figures experiment sweep launchers interop compare catalog sketch diagram audit doctor '
+    'score generate harness gallery page diagnose progress worker results_page options commands cli __main__ __init__'
 ).split()
 CORE = ORDER[: ORDER.index('loss') + 1]
 CORE_LIBRARIES = {'jax', 'flax', 'jaxtyping', 'numpy'}
 LIGHT = set(
-    'errors fields json_file manifest chips topology parametrization model_config config resume load options commands cli '
+    'xla_flags errors fields json_file manifest chips topology parametrization model_config config resume load options commands cli '
     '__main__ __init__'.split()
 )
 
@@ -95,7 +95,7 @@ def test_light_modules_import_nothing_heavy(name):
 def test_environment_is_read_in_few_places():
     """Nothing that computes depends on the environment."""
     readers = {p.stem for p in PACKAGE.rglob('*.py') if 'os.environ' in p.read_text()}
-    assert readers <= {'__main__', 'doctor', 'host', 'launch', 'pipeline', 'plan', 'sweep', 'track'}
+    assert readers <= {'__main__', 'doctor', 'host', 'launch', 'pipeline', 'plan', 'sweep', 'track', 'xla_flags'}
 
 
 def test_every_library_is_declared():

@@ -17,7 +17,7 @@ from test_golden import load as load_golden
 from test_topology import READINGS, random_params, tiny
 
 from spannorm_jax import LM, cli, topology
-from spannorm_jax.config import MeshConfig
+from spannorm_jax.config import MeshConfig, edit
 from spannorm_jax.data import load_tokenizer
 from spannorm_jax.errors import BadData, MissingInput, UserError
 from spannorm_jax.interop import load_hf, save_hf
@@ -430,11 +430,15 @@ def test_nothing_is_overwritten_or_left_half(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             save_hf(cfg, params, tmp_path / 'new')
     assert not (tmp_path / 'new').exists()
+    for name in ('new', 'empty', 'x'):  # what others have there is nobody else's
+        (tmp_path / f'{name}.part' / 'sub').mkdir(parents=True)
+        (tmp_path / f'{name}.part' / 'sub' / 'mine').touch()
     save_hf(cfg, params, tmp_path / 'new')
     (tmp_path / 'empty').mkdir()
     (tmp_path / 'link').symlink_to('empty')
     save_hf(cfg, params, tmp_path / 'link')
-    assert {p.name for p in tmp_path.iterdir()} == {'full', 'new', 'empty', 'link'}
+    assert {p.name for p in tmp_path.iterdir()} == {'full', 'new', 'empty', 'link', 'new.part', 'empty.part', 'x.part'}
+    assert len(list(tmp_path.glob('*.part/sub/mine'))) == 3
     assert (tmp_path / 'link').is_symlink() and files(tmp_path / 'empty') == files(tmp_path / 'new')
 
 
@@ -454,6 +458,57 @@ def test_an_import_is_whole_or_not_there(tmp_path, monkeypatch):
     assert not (tmp_path / 'run').exists()
     import_run(tmp_path / 'x', tmp_path / 'run')
     assert {p.name for p in tmp_path.iterdir()} == {'x', 'run'}
+    (tmp_path / 'x').rename(tmp_path / 'again.part')
+    before = files(tmp_path / 'again.part')
+    import_run(tmp_path / 'again.part', tmp_path / 'again')
+    assert files(tmp_path / 'again.part') == before
+
+
+def test_an_imported_run_is_not_trained(tmp_path):
+    from fakes import FakeCorpus
+
+    from spannorm_jax.interop.runs import import_run
+    from spannorm_jax.train import fit
+
+    cfg = tiny('pre', layers=1, vocab=257)
+    save_hf(cfg, random_params(cfg), tmp_path / 'x', tokenizer=load_tokenizer('bytes'))
+    imported = import_run(tmp_path / 'x', tmp_path / 'run', 16)
+    with pytest.raises(UserError, match='was imported: it holds weights'):
+        fit(edit(imported, {'run.dir': str(tmp_path / 'run'), 'mesh.devices': 1}), corpus=FakeCorpus())
+
+
+def test_a_tokenizer_that_is_not_the_weights_own_is_refused(tmp_path, capsys):
+    """Whatever works on a run's weights: what they say of another tokenizer's ids means nothing."""
+    from spannorm_jax.interop.huggingface import byte_files
+
+    cfg = tiny('pre', layers=1, vocab=257)
+    save_hf(cfg, random_params(cfg), tmp_path / 'x', tokenizer=load_tokenizer('bytes'))
+    own = byte_files()['tokenizer.json'] | {'truncation': {'direction': 'Right', 'max_length': 9, 'strategy': 'LongestFirst', 'stride': 0}}
+    (tmp_path / 'x' / 'tokenizer.json').write_text(json.dumps(own))
+    run, text = str(tmp_path / 'run'), tmp_path / 'text.txt'
+    text.write_text('some text ' * 99)
+    assert cli.main(['import', str(tmp_path / 'x'), run, '--seq', '16']) == 0
+    vocab = own['model']['vocab']
+    a, b = sorted(vocab)[:2]
+    (tmp_path / 'run' / 'tokenizer' / 'tokenizer.json').write_text(
+        json.dumps(own | {'model': own['model'] | {'vocab': vocab | {a: vocab[b], b: vocab[a]}}})
+    )
+    one = ['--mesh.devices', '1']
+    for line in (['eval', run, '--source', str(text), *one], ['generate', run, *one], ['export', run, str(tmp_path / 'y')]):
+        capsys.readouterr()
+        assert cli.main(line) == 2
+        assert 'has changed since its weights were saved' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['config.json', WHOLE, 'tokenizer.json', 'tokenizer_config.json'])
+def test_a_folder_in_the_place_of_a_file(name, tmp_path, capsys):
+    cfg = tiny('pre', layers=1, vocab=257)
+    save_hf(cfg, random_params(cfg), tmp_path / 'x', tokenizer=load_tokenizer('bytes'))
+    (tmp_path / 'x' / name).unlink()
+    (tmp_path / 'x' / name).mkdir()
+    code, said = cli.main(['import', str(tmp_path / 'x'), str(tmp_path / 'run')]), capsys.readouterr().err
+    if name != 'tokenizer.json':  # which need not be there
+        assert code in (65, 66) and name in said and not (tmp_path / 'run').exists()
 
 
 def test_an_imported_run_can_be_moved(tmp_path):
@@ -577,6 +632,7 @@ def test_commands(trained, tmp_path, capsys):
         ('import RUN NEW', 2, 'model_type None is not read here'),
         ('export RUN .', 2, 'is the current folder'),
         ('export RUN RUN/config.json', 2, 'is a file; give a new folder'),
+        ('export RUN RUN/config.json/new', 2, 'cannot make the folder'),
         ('export RUN NEW --shard-gb nan', 2, '--shard-gb = nan: expected a finite number'),
         ('export RUN NEW --shard-gb inf', 2, '--shard-gb = inf: expected a finite number'),
         ('export RUN NEW --topology-file nix.py', 66, "topology file 'nix.py' does not exist"),

@@ -80,6 +80,8 @@ def test_successive_updates_and_the_surprise_of_a_gradient_against_numpy():
     np.testing.assert_allclose(found['grad_over_eps/read'], probe.step['layer/grad_rms/read'] / 1e-8)
     one_row = Probe(probe.cfg, probe.params, {k: x[:1] for k, x in BATCH.items()})
     assert one_row.successive == []
+    half = Probe(probe.cfg, probe.params, BATCH | {'segments': BATCH['segments'].at[1::2].set(0)})
+    assert half.successive == []
 
 
 def restacked(cfg, named):

@@ -27,7 +27,7 @@ FLAT = {
 
 
 def events(folder):
-    """(step, name) -> value of TensorBoard's files in a folder, the later of two; and steps from which on earlier files do not count.
+    """(step, name) -> value of TensorBoard's files in a folder, each there once; and steps from which on earlier files do not count.
 
     A record is its length, 8 bytes, and 4 of checksum, the event, and 4 more.
     """
@@ -42,7 +42,9 @@ def events(folder):
             if event.HasField('session_log'):
                 restarts.append(event.step)
                 found = {key: v for key, v in found.items() if key[0] < event.step}
-            found |= {(event.step, v.tag): v.simple_value for v in event.summary.value}
+            for v in event.summary.value:
+                assert (event.step, v.tag) not in found, 'twice'
+                found[event.step, v.tag] = v.simple_value
     return found, restarts
 
 
@@ -56,6 +58,23 @@ def test_tensorboard(tmp_path):
     assert [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()] == [
         ROWS[0], ROWS[1] | {'train/loss': None, 'layer/rms': [3.0, None]},
     ]  # fmt: skip
+
+
+def test_a_rollback_in_tensorboard(tmp_path):
+    """What was left out does not count, however soon the file of what takes its place begins."""
+    pytest.importorskip('tensorboardX')
+    row = lambda step, loss: {'step': step, 'train/loss': loss}  # noqa: E731
+    with MetricsFile(tmp_path / 'metrics.jsonl', sinks=[TensorBoard(tmp_path / 'tb')]) as log:
+        for step in (1, 2, 3):
+            log.write(row(step, 10.0 + step))
+        log.truncate(1)
+        log.write(row(2, 22.0))
+        log.truncate(2)
+        log.write(row(2, 22.0) | {'eval/loss': 5.0})
+        log.write(row(3, 23.0))
+    found, restarts = events(tmp_path / 'tb')
+    assert found == {(1, 'train/loss'): 11.0, (2, 'train/loss'): 22.0, (2, 'eval/loss'): 5.0, (3, 'train/loss'): 23.0}
+    assert restarts == [1, 2, 3]
 
 
 def test_a_run_in_tensorboard_across_a_restart(tmp_path):
@@ -114,8 +133,7 @@ def test_wandb_offline(tmp_path, monkeypatch):
         if record.HasField('history'):
             history.append({item.key or '/'.join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
     assert ids == {'tiny-1234'} and config['model']['topology'] == 'pre' and config['run']['steps'] == 8
-    kept = [{k: plain(v) for k, v in row.items() if k != 'step' and plain(v) is not None} for row in ROWS]
-    assert [row['_step'] for row in history] == [1, 2]
+    kept = [{k: plain(v) for k, v in row.items() if plain(v) is not None} for row in ROWS]
     assert [{k: v for k, v in row.items() if not k.startswith('_')} for row in history] == kept
 
 

@@ -46,7 +46,8 @@ def gradients(probe: Probe) -> Measured:
             found |= {'measured: ln first over last': measured[0] - measured[-1], 'law: R2': 1 - rest.var() / measured.var()}
     for name, l, several in matrices(probe, probe.grads, ('write',)):
         ranks = [spectra.effective_ranks(np.square(spectra.singular_values_of(m)))['soft'] for m in several]
-        found.setdefault(f'rank/{name}', np.full(probe.cfg.model.layers, np.nan))[l] = np.mean(ranks)
+        known = [rank for rank in ranks if np.isfinite(rank)]  # an expert that no token chose has no gradient, and no rank
+        found.setdefault(f'rank/{name}', np.full(probe.cfg.model.layers, np.nan))[l] = np.mean(known) if known else np.nan
     return found
 
 

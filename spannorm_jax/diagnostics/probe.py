@@ -106,7 +106,7 @@ class Probe:
     @cached_property
     def stepper(self) -> tuple[TrainState, Callable]:
         """The optimizer where it stands, and its step: (state, batch) -> (state, metrics)."""
-        cfg = edit(self.cfg, {'optim.accumulate': 1})
+        cfg = edit(self.cfg, {'optim.accumulate': 1, 'model.dropout': 0.0})  # of the model that all else here measures
         optimizer = make_optimizer(cfg, self.infos)
         opt_state = jax.jit(optimizer.init)(self.params) if self.opt_state is None else self.opt_state
         state = TrainState(jnp.int32(cfg.run.steps // 2), self.params, opt_state, jnp.zeros((), bool))
@@ -125,9 +125,9 @@ class Probe:
 
     @cached_property
     def successive(self) -> list[TrainState]:
-        """The states before and after two steps, on the even and on the odd rows; empty for a batch of one row."""
+        """The states before and after two steps, on the even and on the odd rows; empty where either kind has no text."""
         (state, step), B = self.stepper, len(self.batch['segments'])
-        if B < 2:
+        if not all((self.batch['segments'][half::2] > 0).any() for half in (0, 1)):
             return []
         states = [state]
         for half in (0, 1):

@@ -58,9 +58,13 @@ def entropy_rank(weights: ArrayLike) -> float:
 
 
 def over_median(spectrum: ArrayLike) -> np.ndarray:
-    """A sorted spectrum over the median of its positive part, as the eigenspectra of papers are drawn."""
+    """A sorted spectrum over the median of its positive part, as the eigenspectra of papers are drawn.
+
+    Positive is what exceeds float64's rounding of the largest value: an eigenvalue that is zero comes out as some 1e-17 of either sign.
+    """
     v = np.sort(np.asarray(spectrum, np.float64))[::-1]
-    return v / np.median(v[v > 0]) if (v > 0).any() else v
+    positive = v[v > v[:1] * len(v) * np.finfo(np.float64).eps]
+    return v / np.median(positive) if len(positive) else v
 
 
 def weight_spectrum(w: ArrayLike, floor: float = 1e-6) -> dict[str, float]:

@@ -38,8 +38,8 @@ def card(run: Path, cfg: Config, tokenizer: Tokenizer, step: int, kind: str) -> 
     """README.md: what the model is, what it was trained on and how, what was measured, how to open it. Only what the run itself says."""
     m, o, entry = cfg.model, cfg.optim, TOPOLOGIES[cfg.model.topology]
     known: dict[str, Any] = {}
-    for row in read_rows(run / 'metrics.jsonl'):
-        known |= {k: v for k, v in row.items() if row['step'] <= step}
+    for row in read_rows(run / 'metrics.jsonl', step):
+        known |= row
     outcome = read_outcome(run)
     text = f', text hash `{outcome.corpus[:16]}`' if outcome and outcome.corpus else ''
     seen = f', {known["train/tokens"]:,} tokens' if 'train/tokens' in known else ''

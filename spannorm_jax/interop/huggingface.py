@@ -6,6 +6,7 @@ import math
 import re
 import reprlib
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -168,13 +169,20 @@ def free(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` when all is written: no half of it is ever seen there. Raises as `free` does."""
+    """A folder to write into, which becomes `folder` when all is written: no half of it is ever seen there. A process that is killed
+    leaves <folder>.<8 letters>.part behind. Raises: as `free` does; UserError where no folder can be made there."""
     found = free(folder)
-    part = found.with_name(found.name + '.part')
-    shutil.rmtree(part, ignore_errors=True)  # of a start that was interrupted
-    part.mkdir(parents=True)
-    yield part
-    part.rename(found)  # takes the place of an empty folder
+    part = found.with_name(f'{found.name}.{uuid.uuid4().hex[:8]}.part')  # a name of its own: nobody else's files are in the way
+    try:
+        part.mkdir(parents=True)
+    except (FileNotFoundError, FileExistsError, NotADirectoryError) as e:
+        raise UserError(f'cannot make the folder {str(folder)!r}: {e.strerror}; give another one') from None
+    try:
+        yield part
+        part.rename(found)  # takes the place of an empty folder
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def default_type(cfg: ModelConfig) -> str:

@@ -64,6 +64,8 @@ def theory(
     for name, known in [*((n, CLAIMS) for n in wanted), *((a, ACTIVATIONS) for a in activations)]:
         if name not in known:
             raise UserError(f'theory: unknown {name!r}; {nearest(name, known)}')
+    if not depths or not activations:
+        raise UserError(f'theory: --{"activations" if depths else "depths"} names none; name one, or leave the option out')
     if bad := [L for L in depths if L < 2]:
         raise UserError(f'theory: --depths {bad[0]}: a gradient over depth needs at least 2 blocks')
     if seeds < 2:
