@@ -99,7 +99,7 @@ def draw(ax: Axes, panel: Panel, groups: Sequence[Group], places: Sequence[int],
         spine.set_color(theme.faint)
     ax.tick_params(colors=theme.ink, labelsize=7, which='both')
     if words:
-        ax.set_title(caption(panel, groups), loc='left', fontsize=8.5, color=theme.ink)
+        ax.set_title(caption(panel, groups), loc='left', fontsize=8.5, color=theme.ink, parse_math=False)
     if panel.heat:
         heat(ax, panel, groups[0], theme)
         return
@@ -117,7 +117,8 @@ def draw(ax: Axes, panel: Panel, groups: Sequence[Group], places: Sequence[int],
     ax.spines[['top', 'right']].set_visible(False)
     ax.set_axisbelow(True)
     if words and len(groups) > 1:
-        ax.legend(frameon=False, fontsize=6.5, labelcolor=theme.ink)
+        for text in ax.legend(frameon=False, fontsize=6.5, labelcolor=theme.ink).get_texts():
+            text.set_parse_math(False)  # a label holds whatever a field does, and two dollar signs are no formula
 
 
 def line(ax: Axes, panel: Panel, group: Group, key: str, color: str, style: str, beside: bool = False) -> None:

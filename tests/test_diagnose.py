@@ -150,6 +150,9 @@ def test_seeds_are_a_band_and_groups_have_colours():
     box = band.get_datalim(ax.transData)
     np.testing.assert_allclose([box.y0, box.y1], [1, 7])
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ['three seeds', 'one']
+    for heat, value in ((False, np.ones(3)), (True, np.eye(3))):  # a path may hold dollar signs
+        odd = [Group(f'data.source $a_${i}', ({'loss': value * (i + 1)},)) for i in range(2)]
+        assert gallery.png(gallery.figure([panel._replace(heat=heat)], odd))
     dark = gallery.figure([panel], [Group('one', ({'loss': np.ones(3)},))], theme=DARK)
     assert dark.axes[0].lines[0].get_color() == DARK.runs[0] and gallery.figure([panel], [Group('none', ({},))]) is None
     narrow = gallery.figure([Panel(('loss',), 'x', log=True)], [Group('a', ({'loss': np.linspace(0.0201, 0.0219, 9)},))])

@@ -186,6 +186,8 @@ def test_jacobians_of_matrices_and_norms():
             return z / jnp.sqrt(jnp.square(z).mean())
 
         np.testing.assert_allclose(d.norm_jacobian(v, kind), jax.jacobian(norm)(v), atol=1e-5)
+        with pytest.raises(ValueError, match='neither rmsnorm nor layernorm'):
+            d.norm_jacobian(v, 'layer_norm')
         scale = float(jnp.sqrt(jnp.square(v - centre).mean()))
         np.testing.assert_allclose(np.linalg.norm(d.norm_jacobian(v, kind), 2), 1 / scale, rtol=1e-4)
         np.testing.assert_allclose(d.spectral_norm(norm, v, KEY), 1 / scale, rtol=1e-4)

@@ -63,6 +63,7 @@ def _random(J: Products, key: Array, samples: int = 8) -> tuple[Array, Array]:
 def singular_values(f: Callable, x: Any, key: Array, k: int, rounds: int = 3) -> Float[Array, ' k']:
     """The k largest singular values of J, largest first, by randomised subspace iteration; exact where k is all there are.
 
+    Else from below: of a spectrum that falls slowly the last of the k by some ten per cent, the first ones by little; more rounds help.
     Source: Halko, Martinsson and Tropp 2011, algorithm 4.4.
     """
     return _singular(products(f, x), key, k, rounds)
@@ -86,7 +87,9 @@ def token_jacobian(f: Callable, x_BTD: Float[Array, 'B T D'], position: int) -> 
 
 def norm_jacobian(x_D: Float[Array, ' D'], kind: str = 'rmsnorm') -> Float[Array, 'D D']:
     """Jacobian of a norm without gain and eps: (I - x^ x^'/D) / rms, or (I - 1 1'/D - x^ x^'/D) / std for layernorm, x^ the normed x.
-    Its spectral norm is 1 / rms (1 / std)."""
+    Its spectral norm is 1 / rms (1 / std). Raises: ValueError for another kind."""
+    if kind not in ('rmsnorm', 'layernorm'):
+        raise ValueError(f'norm_jacobian: kind {kind!r} is neither rmsnorm nor layernorm')
     D = x_D.shape[0]
     x = x_D - x_D.mean() if kind == 'layernorm' else x_D
     scale = jnp.sqrt(jnp.square(x).mean())
