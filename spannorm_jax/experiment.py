@@ -126,7 +126,7 @@ def row_of(name: str, cfg: Config, folder: Path, curves: tuple[str, ...] = ()) -
     outcome = rundir.read_outcome(folder)
     if outcome is None:
         raise MissingInput(f'{str(folder)!r} has no outcome.json yet: run the experiment again to finish it')
-    metrics = read_rows(folder / 'metrics.jsonl', outcome.step)
+    metrics = read_rows(folder / 'metrics.jsonl', outcome.step + outcome.nonfinite)  # a step that was not finite has a row too
     losses = [m['train/loss'] for m in metrics if m.get('train/loss') is not None]
     last = losses[-rundir.SMOOTHING :]
     row: Row = {'name': name} | {k: v for k, v in flat(to_dict(cfg)).items() if k not in HIDDEN}

@@ -19,7 +19,8 @@ from spannorm_jax.config import edit
 from spannorm_jax.data import open_data
 from spannorm_jax.errors import BadData, CheckFailed, UserError
 from spannorm_jax.experiment import load_experiment, load_rows, result_path
-from spannorm_jax.rundir import run_dir
+from spannorm_jax.load import load_config
+from spannorm_jax.rundir import Outcome, run_dir
 from spannorm_jax.train import fit
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -245,6 +246,15 @@ def test_what_is_of_a_machine_is_measured_there():
     exp = load_experiment('fig13')
     assert exp.here and experiment.with_kept(exp, ROOT / 'results', 'nano').kept
     assert sweep.with_rows(exp, ROOT / 'results', 'nano').kept == {} and sweep.state(exp, 'nano', ROOT / 'results')['state'] == 'done'
+
+
+def test_the_step_that_was_not_finite_is_in_the_row(tmp_path):
+    """It was not applied, so the run stands one step before it; a torn line after it is not read."""
+    rows = [{'step': k, 'train/loss': 5.0 + k, 'train/grad_norm': None if k == 3 else 1.0} for k in (1, 2, 3)]
+    (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows) + '{"ste\n')
+    for first, losses in (('layers.0.ffn.down', [[1, 6.0], [2, 7.0], [3, 8.0]]), (None, [[1, 6.0], [2, 7.0]])):
+        Outcome('diverged', 2, 'why', first).save(tmp_path)
+        assert experiment.row_of('x', load_config('debug'), tmp_path, ('train/loss',))['curves']['train/loss'] == losses
 
 
 def test_a_row_of_another_text_is_trained_again(place, monkeypatch):
