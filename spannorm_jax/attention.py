@@ -88,7 +88,7 @@ def attention_stats(
     """Of evenly spread queries, at most LOOKED_AT in a row, over all heads; padding and queries that see one position are left out.
 
     attn_entropy: mean entropy of the attention row over the log of the positions it may see; attn_sink: mean weight of the first
-    position it may see; attn_logit_max: largest score.
+    position it may see; attn_logit_max: largest score. NaN where no query sees more than one.
     """
     every = -(-q_BTNH.shape[1] // LOOKED_AT)
     q_BTNH, mask_BTS, real_BT = jax.lax.stop_gradient(q_BTNH[:, ::every]), mask_BTS[:, ::every], real_BT[:, ::every]
@@ -103,8 +103,9 @@ def attention_stats(
     gap_BKGT = (weight_BKGTS * (score_BKGTS - top_BKGT1)).sum(-1) / total_BKGT
     entropy_BKGT = (jnp.log(total_BKGT) - gap_BKGT) / jnp.log(jnp.maximum(visible_BT, 2))[:, None, None]
     sink_BKGT = jnp.where(first_BTS[:, None, None], weight_BKGTS, 0).sum(-1) / total_BKGT
-    mean = lambda x: jnp.where(counts_BKGT, x, 0).sum() / jnp.maximum(counts_BKGT.sum(), 1)  # noqa: E731
-    largest = jnp.where(counts_BKGT, top_BKGT1[..., 0], MASKED).max()
+    known = jnp.where(counts_BKGT.any(), 1.0, jnp.nan)
+    mean = lambda x: known * jnp.where(counts_BKGT, x, 0).sum() / jnp.maximum(counts_BKGT.sum(), 1)  # noqa: E731
+    largest = known * jnp.where(counts_BKGT, top_BKGT1[..., 0], MASKED).max()
     return {'attn_entropy': mean(entropy_BKGT), 'attn_sink': mean(sink_BKGT), 'attn_logit_max': largest}
 
 

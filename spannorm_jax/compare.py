@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from spannorm_jax.config import Config, to_dict
 from spannorm_jax.load import find_run, read_config
-from spannorm_jax.plot import SMOOTHING, column, trailing_mean
+from spannorm_jax.plot import SMOOTHING, column, in_legend, trailing_mean
 from spannorm_jax.resume import flat
 from spannorm_jax.track import read_rows
 
@@ -37,7 +37,7 @@ def compare_figure(runs: Sequence[dict[str, Any]], title: str = '', baselines: d
         step, loss = column(run['metrics'], 'train/loss')
         smooth = trailing_mean(loss, SMOOTHING)
         at, held_out = column(run['metrics'], 'eval/loss')
-        ax.plot(step, smooth, color=color, lw=1.6, label=label)
+        ax.plot(step, smooth, color=color, lw=1.6, label=in_legend(label))
         ax.plot(at, held_out, 'o', color=color, ms=5, mec='white', mew=0.8)
         seen += [smooth[min(2 * SMOOTHING, len(smooth) // 2) :], held_out]
     for name, value in (baselines or {}).items():

@@ -18,8 +18,9 @@ from spannorm_jax.diagnostics import DIAGNOSTICS, Probe
 from spannorm_jax.errors import MissingInput, UserError, nearest
 from spannorm_jax.gallery import Group
 from spannorm_jax.host import use_compilation_cache
-from spannorm_jax.load import load_config, names
+from spannorm_jax.load import load_config, names, read_config
 from spannorm_jax.program import program
+from spannorm_jax.resume import NEVER, diff
 from spannorm_jax.step import init_state
 from spannorm_jax.track import plain, read_rows
 
@@ -64,7 +65,7 @@ def diagnose(
         runs.append({'name': target, 'label': label, 'place': place} | info)
     shown = {name: (chosen[name], groups_of(runs, found)) for name, found in measured.items()}
     told = ('label', 'loss on the probe', 'topology', 'layers', 'width', 'seed', 'step', 'tokens', 'text', 'place')
-    listed = [{k: run[k] for k in told} | {'name': Path(run['name']).name} for run in runs]
+    listed = [{k: run[k] for k in told} | {'name': Path(run['name'].removesuffix('/config.json')).name} for run in runs]
     with disk_errors('write', out):
         for name, (entry, groups) in shown.items():
             fig = gallery.figure(entry.panels, groups, entry.title)
@@ -87,6 +88,7 @@ def load(target: str, cfg: Config, rows: int) -> tuple[Probe, dict[str, Any]]:
     made = program(cfg, mesh)
     step, history = 0, []
     if run := begun(target, cfg):
+        of_trained(run, cfg)
         with Checkpoints(run / 'checkpoints', read_only=True) as checkpoints:
             latest = checkpoints.latest()
             if latest is None:
@@ -100,6 +102,17 @@ def load(target: str, cfg: Config, rows: int) -> tuple[Probe, dict[str, Any]]:
         'text': corpus.hash[:12], 'tokens': int((batch['segments'] > 0).sum()), 'config': to_dict(cfg),
     }  # fmt: skip
     return Probe(cfg, state.params, batch, state.opt_state if step else None, history), info
+
+
+def of_trained(run: Path, cfg: Config) -> None:
+    """Refuse another model, or another optimizer's state, than the run's own. Raises: UserError, naming the fields."""
+    own = read_config(run)
+    other = [c for c in diff(own, cfg) if c.rule.kind == NEVER and c.field.startswith(('model.', 'optim.'))]
+    if other:
+        raise UserError(
+            f'{str(run)!r} was trained, and its checkpoint holds no other; leave out {", ".join(map(str, other))}; or, to see how that '
+            'model starts, copy config.json alone to another folder and diagnose the copy'
+        )
 
 
 def begun(target: str, cfg: Config) -> Path | None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
 from spannorm_jax.diagnostics import Panel
+from spannorm_jax.plot import in_legend
 
 MOST_HEATS = 6  # heat maps of one panel, one for each group of runs
 
@@ -134,19 +135,20 @@ def line(ax: Axes, panel: Panel, group: Group, key: str, color: str, style: str,
     if beside:
         ax.plot(x, np.nanmean(y, 0), style, color=color, lw=0.8)
         return
-    ax.plot(x, np.nanmean(y, 0), style, color=color, lw=1.5, label=group.label, marker='o' if len(x) <= 12 else None, ms=3)
+    ax.plot(x, np.nanmean(y, 0), style, color=color, lw=1.5, label=in_legend(group.label), marker='o' if len(x) <= 12 else None, ms=3)
     if len(y) > 1:
         ax.fill_between(x, np.nanmin(y, 0), np.nanmax(y, 0), color=color, alpha=0.18, lw=0)
 
 
 def heat(ax: Axes, panel: Panel, group: Group, theme: Theme) -> None:
-    """The first seed's matrix, first row at the bottom."""
-    run = next(run for run in group.runs if values(run, panel.keys[0]).size)
-    z = values(run, panel.keys[0])
-    steps = values(run, 'steps')
-    left, right = (steps[0], steps[-1] + (len(steps) == 1)) if len(steps) else (panel.first - 0.5, panel.first + z.shape[1] - 0.5)
-    extent = (float(left), float(right), panel.first - 0.5, panel.first + len(z) - 0.5)
-    image = ax.imshow(z, origin='lower', aspect='auto', interpolation='nearest', cmap='viridis', extent=extent)
+    """The matrix of the first seed that has numbers, first row at the bottom; columns lie at their `steps` where there are some."""
+    run = next(run for run in group.runs if np.isfinite(values(run, panel.keys[0])).any())
+    z, steps = values(run, panel.keys[0]), values(run, 'steps')
+    rows, columns = (panel.first - 0.5 + np.arange(n + 1) for n in z.shape)
+    if len(steps):  # each reaches half way to the next
+        middle = (steps[1:] + steps[:-1]) / 2
+        columns = np.array([steps[0], *middle, steps[-1] + (len(steps) == 1)])
+    image = ax.pcolormesh(columns, rows, z, cmap='viridis')
     ax.set_xlabel(panel.over, fontsize=7.5, color=theme.ink)
     ax.set_ylabel('block', fontsize=7.5, color=theme.ink)
     bar = ax.figure.colorbar(image, ax=ax, shrink=0.9)

@@ -14,6 +14,11 @@ ONE_AT_A_TIME = threading.Lock()  # Matplotlib's fonts are no thread's own
 SMOOTHING = 20  # steps, as in the rule of divergence
 
 
+def in_legend(label: str) -> str:
+    """A label that Matplotlib shows: it leaves out those that begin with an underscore."""
+    return f' {label}' if label.startswith('_') else label
+
+
 def loss_figure(rows: Sequence[dict[str, Any]], title: str = '', baselines: dict[str, float] | None = None) -> Figure:
     """Training loss (each step, and the mean of the last 20 rows), held-out points and horizontal baselines over the step.
 

@@ -159,8 +159,14 @@ def test_seeds_are_a_band_and_groups_have_colours():
     gallery.png(narrow)
     labels = [t.get_text() for which in ('major', 'minor') for t in narrow.axes[0].get_yticklabels(which=which) if t.get_text()]
     assert len(labels) > 2 and len(set(labels)) == len(labels)
+    odd = gallery.figure([panel], [Group(n, ({'loss': np.ones(3)},)) for n in ('_mine', 'b')])
+    assert [t.get_text().strip() for t in odd.axes[0].get_legend().get_texts()] == ['_mine', 'b']
     heat = gallery.figure([Panel(('m',), 'm', heat=True)], [Group(n, ({'m': np.eye(3) * k},)) for n, k in (('a', 1), ('b', 2))])
-    assert sum(bool(ax.images) for ax in heat.axes) == 2
+    assert [ax.collections[0].get_array().max() for ax in heat.axes if ax.get_title(loc='left')] == [1, 2]
+    seeds = ({'m': np.full((2, 4), np.nan)}, {'m': np.arange(8.0).reshape(2, 4), 'steps': np.array([10, 20, 50, 90])})
+    mesh = gallery.figure([Panel(('m',), 'm', heat=True)], [Group('a', seeds)]).axes[0].collections[0]
+    np.testing.assert_array_equal(mesh.get_array(), seeds[1]['m'], 'of the first seed that has numbers')
+    np.testing.assert_array_equal(mesh.get_coordinates()[0, :, 0], [10, 15, 35, 70, 90], 'columns at their own steps')
 
 
 def test_labels_of_groups(tmp_path, text):
@@ -218,7 +224,7 @@ def test_runs_and_configs_from_the_command_line(tmp_path, trained, monkeypatch, 
     assert found['runs'][2]['loss on the probe'] == pytest.approx(nats[batch['segments'] > 0].mean(), rel=1e-5)
 
 
-def test_what_diagnose_refuses(tmp_path, text, monkeypatch, capsys):
+def test_what_diagnose_refuses(tmp_path, text, trained, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     begun = tmp_path / 'begun'
     begun.mkdir()
@@ -234,6 +240,7 @@ def test_what_diagnose_refuses(tmp_path, text, monkeypatch, capsys):
         ('diagnose begun', 66, 'has no checkpoint yet'),
         ('diagnose nano --model.layrs 3', 2, "did you mean '--model.layers'?"),
         ('diagnose llama', 2, 'spannorm import llama'),
+        (f'diagnose {trained} --model.layers 3 --model.norm-eps 1e-3', 2, 'out model.layers 2 -> 3, model.norm_eps 1e-06 -> 0.001'),
     ):
         assert cli.main(line.split()) == code
         assert message in capsys.readouterr().err, line

@@ -171,6 +171,13 @@ def test_jacobians_of_matrices_and_norms():
     np.testing.assert_allclose(frobenius, np.sqrt(np.square(values).sum() / 7), rtol=0.05)
     assert np.isnan(away)
 
+    half = x | {'a': x['a'].astype(jnp.bfloat16)}  # widened, not computed with
+    np.testing.assert_allclose(d.singular_values(f, half, KEY, 7), values, rtol=1e-4)
+    np.testing.assert_allclose(d.random_products(f, half, KEY, 2000)[0], frobenius, rtol=1e-6)
+    token = lambda h: jnp.tanh(h @ A[:7])  # noqa: E731
+    at = jnp.ones((1, 2, 7), jnp.bfloat16)
+    np.testing.assert_allclose(d.token_jacobian(token, at, 1), d.token_jacobian(token, at.astype(jnp.float32), 1), rtol=1e-6)
+
     v = jnp.asarray(RNG.standard_normal(50), jnp.float32)
     same = d.random_products(lambda z: z, v, KEY)
     np.testing.assert_allclose(same[1], 0, atol=1e-12)
@@ -265,7 +272,7 @@ def test_ranks_of_known_data():
     np.testing.assert_allclose(d.over_median([4, 1, 2, 0]), [2, 1, 0.5, 0])
     few = np.random.default_rng(0).normal(size=(16, 128))  # 112 eigenvalues are zero, but for rounding
     assert 1 < d.over_median(d.eigenvalues(few))[0] < 4
-    assert d.entropy_rank([0, 2, 2]) == pytest.approx(2)
+    assert d.entropy_rank([0, 2, 2]) == pytest.approx(2) and np.isnan(d.entropy_rank([0, 0]))
 
 
 def test_weights_of_known_spectra():
@@ -292,6 +299,13 @@ def test_similarity_of_known_states():
     np.testing.assert_allclose(d.angular_distances(h)[0], [0, 0, 0.5, 1], atol=1e-6)
     np.testing.assert_allclose(d.block_influence(h), [0, 1, 1], atol=1e-6)
     np.testing.assert_allclose(d.by_distance(d.cosine_pairs(h)), [1, 1 / 3, -0.5, -1], atol=1e-6)
+    some = h.at[1, 0].set(0)  # a token without a direction is left out
+    np.testing.assert_allclose(d.angular_distances(some), d.angular_distances(h), atol=1e-6)
+    np.testing.assert_allclose(d.cosine_pairs(some), d.cosine_pairs(h), atol=1e-6)
+    np.testing.assert_allclose(d.block_influence(some), d.block_influence(h), atol=1e-6)
+    for found in (d.angular_distances(h.at[1].set(0)), d.cosine_pairs(h.at[1].set(0)), d.angular_distances(h.at[1, 0].set(jnp.nan))):
+        np.testing.assert_array_equal(np.isnan(found), (np.arange(4) == 1) | (np.arange(4) == 1)[:, None])
+    np.testing.assert_allclose(d.cosine_pairs(1e-30 * h), d.cosine_pairs(h), atol=1e-6)
     x = RNG.standard_normal((4, 7, 5))
     cosine = lambda a, b: a @ b / np.linalg.norm(a) / np.linalg.norm(b)  # noqa: E731
     pairs = np.array([[[cosine(x[i, n], x[j, n]) for n in range(7)] for j in range(4)] for i in range(4)])
@@ -316,6 +330,9 @@ def test_a_planted_outlier_is_found():
     z = (h[0] - h[0].mean(-1, keepdims=True)) / h[0].std(-1, keepdims=True)
     np.testing.assert_allclose(found['kurtosis'][0], ((z**4).mean(-1) - 3).mean(), rtol=1e-4)
     assert found['kurtosis'][1] > found['kurtosis'][0]
+    np.testing.assert_allclose(d.massive(1e-12 * h.astype('float64'))['kurtosis'], found['kurtosis'], rtol=1e-6)
+    h[2], h[0, 1:] = 0.1, 0.1
+    np.testing.assert_allclose(d.massive(h)['kurtosis'][[0, 2]], [((z[0] ** 4).mean() - 3), np.nan], rtol=1e-4)
     np.testing.assert_allclose(d.row_norms([[3, 4], [0, 1]]), [np.sqrt(0.5), np.sqrt(12.5)])
     nats, real = jnp.array([[1.0, 2, 3], [3, 9, 9]]), jnp.array([[1, 1, 0], [1, 0, 0]])
     np.testing.assert_array_equal(d.by_position(nats, real), [2, 2, np.nan])
@@ -335,7 +352,7 @@ def test_the_lens_ends_at_the_model_and_agrees_with_a_loop():
         np.testing.assert_allclose(found['loss'][l], nats[real].mean(), rtol=1e-5)
         np.testing.assert_allclose(found['agreement'][l], (logp[l].argmax(-1) == logp[-1].argmax(-1))[real].mean(), rtol=1e-6)
     np.testing.assert_allclose([found['kl'][-1], found['agreement'][-1]], [0, 1], atol=1e-6)
-    assert [d.effective_depth(jnp.array(k)) for k in ([2, 0.01, 1, 0.05, 0.0], [0.0, 0.0], [1, 1, 0.0])] == [3, 0, 2]
+    assert [d.effective_depth(jnp.array(k)) for k in ([2, 0.01, 1, 0.05, 0.0], [0.0, 0.0], [1, 1, 0.0], [0, np.nan])] == [3, 0, 2, 2]
 
 
 # ----------------------------------------------------------------------- curvature

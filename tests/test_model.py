@@ -164,6 +164,8 @@ def test_attention_entropy_is_one_when_uniform_and_zero_when_certain():
     np.testing.assert_allclose(stats(flat)['attn_sink'], np.mean(1 / np.arange(2, 7)), rtol=1e-6)
     flat['params']['q'] = variables['params']['k'] * 0 + 1e4
     assert stats(flat)['attn_entropy'] < 0.2
+    first = jax.jit(attention_stats)(*(X[:, :1, None],) * 2, jnp.ones((1, 1, 1), bool), jnp.ones((1, 1), bool), 1.0)
+    assert all(np.isnan(value) for value in first.values()), 'no query sees more than one position'
 
 
 def test_attention_statistics_against_a_loop():

@@ -8,8 +8,11 @@ from numpy.typing import ArrayLike
 
 def massive(h_LND: ArrayLike) -> dict[str, np.ndarray]:
     """Outliers of each layer's state (L, N, D), each (L,): `max` and `median` of |x|, `ratio` of the two, `over_100` and `over_1000` = how
-    many numbers are above 100 and 1000 medians, `kurtosis` = excess kurtosis over channels, mean over tokens (0 for a normal), and `token`
-    and `channel` of the largest.  Source: arXiv:2402.17762 (massive); arXiv:2208.07339 (outlier channels)."""
+    many numbers are above 100 and 1000 medians, `kurtosis` = excess kurtosis over channels, mean over tokens (0 for a normal; a token
+    whose channels are all alike has none), and `token` and `channel` of the largest.
+
+    Source: arXiv:2402.17762 (massive); arXiv:2208.07339 (outlier channels).
+    """
     h = np.asarray(h_LND, np.float64)
     size = np.abs(h)
     median = np.median(size, axis=(1, 2))
@@ -18,7 +21,9 @@ def massive(h_LND: ArrayLike) -> dict[str, np.ndarray]:
     safe = np.maximum(median, 1e-30)
     z = h - h.mean(-1, keepdims=True)
     var = np.square(z).mean(-1)
-    kurtosis = ((z**4).mean(-1) / np.maximum(var**2, 1e-30) - 3).mean(-1)
+    spread = ~(var <= 1e-24 * np.square(h).mean(-1))  # more than float64's rounding
+    with np.errstate(divide='ignore', invalid='ignore'):
+        kurtosis = np.where(spread, (z**4).mean(-1) / var**2 - 3, 0).sum(-1) / spread.sum(-1)
     over = {f'over_{k}': (size > k * safe[:, None, None]).sum((1, 2)) for k in (100, 1000)}
     return {'max': largest, 'median': median, 'ratio': largest / safe, 'kurtosis': kurtosis, 'token': token, 'channel': channel} | over
 

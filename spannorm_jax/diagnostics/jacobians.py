@@ -1,6 +1,7 @@
 """Jacobians of any function of arrays, by products with vectors: norms, distance to the identity, singular values.
 
 `f` maps an array, or a tree of arrays, to another; J is its Jacobian at x, as a matrix from all numbers of x to all numbers of f(x).
+Inputs of less than float32 are widened first: f is called with float32, and its products are summed in it.
 """
 
 from collections.abc import Callable
@@ -24,10 +25,14 @@ class Products(NamedTuple):
 
 
 def products(f: Callable, x: Any) -> Products:
-    flat_x, unflat = ravel_pytree(x)
-    _, push = jax.linearize(lambda v: ravel_pytree(f(unflat(v)))[0], flat_x)
+    flat_x, unflat = ravel_pytree(_wide(x))
+    _, push = jax.linearize(lambda v: ravel_pytree(_wide(f(unflat(v))))[0], flat_x)
     pull = jax.linear_transpose(push, flat_x)
     return Products(push, lambda u: pull(u)[0], flat_x.size)
+
+
+def _wide(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.promote_types(a.dtype, jnp.float32)), tree)
 
 
 def spectral_norm(f: Callable, x: Any, key: Array, steps: int = 20) -> Float[Array, '']:
@@ -81,7 +86,8 @@ def _singular(J: Products, key: Array, k: int, rounds: int = 3) -> Array:
 
 def token_jacobian(f: Callable, x_BTD: Float[Array, 'B T D'], position: int) -> Float[Array, 'D D']:
     """d f(x)[0, position] / d x[0, position], exactly: output channels by input channels of one token."""
-    at = lambda v: f(x_BTD.at[0, position].set(v))[0, position]  # noqa: E731
+    x_BTD = _wide(x_BTD)
+    at = lambda v: _wide(f(x_BTD.at[0, position].set(v)))[0, position]  # noqa: E731
     return jax.jacfwd(at)(x_BTD[0, position])
 
 
@@ -90,7 +96,7 @@ def norm_jacobian(x_D: Float[Array, ' D'], kind: str = 'rmsnorm') -> Float[Array
     Its spectral norm is 1 / rms (1 / std). Raises: ValueError for another kind."""
     if kind not in ('rmsnorm', 'layernorm'):
         raise ValueError(f'norm_jacobian: kind {kind!r} is neither rmsnorm nor layernorm')
-    D = x_D.shape[0]
+    x_D, D = _wide(x_D), x_D.shape[0]
     x = x_D - x_D.mean() if kind == 'layernorm' else x_D
     scale = jnp.sqrt(jnp.square(x).mean())
     J = jnp.eye(D) - jnp.outer(x, x) / (D * scale**2)

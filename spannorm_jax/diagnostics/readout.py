@@ -28,6 +28,7 @@ def logit_lens(head: Callable[[Array], Array], readout_LBTD: Float[Array, 'L B T
 
 
 def effective_depth(kl_L: Array, limit: float = 0.1) -> int:
-    """The first layer from which on KL(final | layer) stays below `limit` nats; 0 is the embedding."""
+    """The first layer from which on KL(final | layer) stays below `limit` nats; 0 is the embedding, len(kl) that none
+    does (a KL that is not finite does not)."""
     below = jnp.asarray(kl_L) < limit
     return int(len(below) - jnp.argmin(below[::-1])) if not bool(below.all()) else 0

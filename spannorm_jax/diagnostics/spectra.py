@@ -51,8 +51,10 @@ def effective_ranks(eigenvalues_D: ArrayLike) -> dict[str, float]:
 
 
 def entropy_rank(weights: ArrayLike) -> float:
-    """exp of the Shannon entropy of non-negative weights, normalised: the number of equal ones with the same entropy."""
+    """exp of the Shannon entropy of non-negative weights, normalised: the number of equal ones with the same entropy; NaN of none."""
     p = np.asarray(weights, np.float64)
+    if not p.sum() > 0:
+        return float('nan')
     p = p[p > 0] / p.sum()
     return float(np.exp(-(p * np.log(p)).sum()))
 
