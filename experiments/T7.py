@@ -37,16 +37,17 @@ def best(rows):
 
 
 def figure(rows):
-    fig, axes = panels('each at its own best rate', width=6)
+    fig, axes = panels('each at its own best rate; a cross: diverged at every rate', width=6)
     at = best(rows)
     for i, topology in enumerate(TOPOLOGIES):
         for j, recipe in enumerate(RECIPES):
-            own = at.get((topology, recipe))
+            own, place, c = at.get((topology, recipe)), j + (i - 2) * 0.08, color(topology, [])
             if own:
                 found = s.interval(own, 'test/loss')
                 half = (found.high - found.low) / 2 if found.n > 1 else 0.0
-                place = j + (i - 2) * 0.08
-                axes[0].errorbar([place], [found.mean], half, fmt='o', color=color(topology, []), capsize=2, label=topology)
+                axes[0].errorbar([place], [found.mean], half, fmt='o', color=c, capsize=2, label=topology)
+            elif own is not None:
+                axes[0].plot([place], [1.0], 'X', ms=6, color=c, mec='white', transform=axes[0].get_xaxis_transform(), clip_on=False)
     axes[0].set_xticks(range(len(RECIPES)), list(RECIPES))
     finish(axes, 'initialisation', 'test loss (nats per token), 95% interval')
     return fig
