@@ -58,15 +58,23 @@ def compiled_gradient(cfg, rows) -> Any:
 
 
 @pytest.mark.parametrize(
-    'name, fields', [('span', {}), ('span', KINDS['experts'] | {'first_dense': 2}), ('hc', {'scan_unroll': 2})], ids=str
+    'name, fields',
+    [
+        ('span', {'scan_unroll': 2}),
+        ('span', KINDS['experts'] | {'first_dense': 2}),
+        ('hc', {}),
+        # The gradient of `ffn_beta` is summed in another order there: 9 of its 24 numbers differ, by 3e-8 at most.
+        pytest.param(
+            'hc', {'scan_unroll': 2}, marks=pytest.mark.xfail(jax.__version_info__ >= (0, 11), reason='order of a sum', strict=True)
+        ),
+    ],
+    ids=str,
 )
 def test_sqrt_computes_what_full_computes(name, fields):
-    """Bit for bit, with at most one forward pass more. XLA after JAX 0.10 fuses the sums over streams of the two programs otherwise: a few
-    roundings there."""
+    """Bit for bit, with at most one forward pass more."""
     cfg = edit(TINY, {'topology': name, 'layers': 6, **fields})
     full, sqrt = (compiled_gradient(edit(cfg, {'remat': r}), 1)(random_params(cfg)) for r in ('full', 'sqrt'))
-    rounding = 1e-5 if name == 'hc' and jax.__version_info__ >= (0, 11) else 0
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rounding, atol=rounding * np.abs(a).max()), full, sqrt)
+    jax.tree.map(np.testing.assert_array_equal, full, sqrt)
     none, full, sqrt = (products(edit(cfg, {'remat': r})) for r in ('none', 'full', 'sqrt'))
     assert none < full < sqrt <= full + none / 3
 
