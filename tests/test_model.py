@@ -147,9 +147,52 @@ def test_statistics_see_the_branch_as_it_is_added(tokens):
     former = stats('normformer')  # what is added is attention's output under a norm, which no factor before it changes
     for run in former['after']:
         np.testing.assert_allclose(former['branch_var/attn'], run['attn_branch'].var((1, 2, 3)), rtol=1e-4)
-    for name in ('hc', 'mhc', 'siamese_olmo'):
-        found = stats(name)
-        assert all(np.abs(found[f'branch_skip_corr/{site}']).max() <= 1 + 1e-5 for site in ('attn', 'ffn'))
+
+
+@pytest.mark.parametrize('name', ['hc', 'mhc', 'siamese_olmo'])
+def test_statistics_of_several_streams(name, tokens):
+    """With gates that read nothing of their input the branch and its skip follow by hand from the streams: their means over the streams
+    (HC, mHC), the first stream and s o (SiameseNorm as released)."""
+    cfg = tiny(name)
+    n, named = cfg.streams, unstack(cfg, random_params(cfg))
+    named = {k: 0 * v if k.rsplit('.')[-1].endswith(('_alpha_scale', '_beta_scale', '_a')) else v for k, v in named.items()}
+    _, found = jax.jit(lambda p: LM(cfg).apply(p, tokens, stats='tensors'))(restack(cfg, named))
+    after = jax.tree.map(lambda *x: np.concatenate(x), *({k: r[k] for k in ('attn', 'ffn')} for r in found['after']))
+    first = np.float64(named['embed'])[tokens]
+    streams = jax.tree.map(np.float64, found['hidden'][0] if name == 'siamese_olmo' else found['hidden'])
+    enters = np.concatenate([(first if name == 'siamese_olmo' else first[..., None, :].repeat(n, -2))[None], streams[:-1]])
+
+    def gates(l, site):
+        """How the mean over the new streams depends on the old ones (n), the factor of the branch in it, and the mix itself (n, n)."""
+        of = lambda k: np.float64(named[f'layers.{l}.{site}_{k}'])  # noqa: E731
+        if name == 'hc':
+            mix, beta = of('alpha')[:, 1:], of('beta')
+        else:
+            R = np.exp(of('mix_b'))
+            for _ in range(cfg.sinkhorn_rounds):
+                R /= R.sum(0)
+                R /= R.sum(1, keepdims=True)
+            mix, beta = R.T, 2 / (1 + np.exp(-of('post_b')))
+        return mix, beta
+
+    for l in range(cfg.layers):
+        H = enters[l]
+        for site in ('attn', 'ffn'):
+            o = np.float64(after[site][l])
+            if name == 'siamese_olmo':
+                skip, branch = H, o * (2 * (l + 1)) ** -0.5
+                total = skip + branch
+                gain = named[f'layers.{l}.norm_attn_sum.gain']
+                H = gain * total / np.sqrt(np.square(total).mean(-1, keepdims=True) + cfg.norm_eps)
+            else:
+                mix, beta = gates(l, site)
+                new = np.einsum('...sd,st->...td', H, mix), beta[:, None] * o[..., None, :]
+                skip, branch, H = new[0].mean(-2), new[1].mean(-2), sum(new)
+            at = {k: found[f'{k}/{site}'][l] for k in ('branch_var', 'branch_skip_corr', 'branch_skip_ratio')}
+            np.testing.assert_allclose(at['branch_var'], branch.var(), rtol=1e-4)
+            np.testing.assert_allclose(at['branch_skip_corr'], np.corrcoef(branch.ravel(), skip.ravel())[0, 1], atol=1e-4)
+            np.testing.assert_allclose(at['branch_skip_ratio'], np.sqrt(np.square(branch).mean() / np.square(skip).mean()), rtol=1e-4)
+            np.testing.assert_allclose(found[f'sigma_{site}'][l], (skip + branch).std(-1).mean(), rtol=1e-4)
 
 
 def test_attention_entropy_is_one_when_uniform_and_zero_when_certain():
