@@ -29,6 +29,7 @@ from spannorm_jax.stats import Row
 
 ON_CPU = ('smoke', 'nano')  # scales whose runs each take one core; at the others a run takes all devices
 FLOPS_PER_CORE_SECOND = 1.8e10  # measured: see docs/experiments.md
+EXPERTS_SLOWER = 3.3  # measured likewise: products as small as those of an expert run at a lower rate
 TOGETHER = 8  # runs of one shape in one process, at scale gpu
 START_SECONDS = 20.0  # of one run: imports, evaluation, and compilation where no run before it had the same program
 EVERY_SECONDS = 0.2
@@ -50,7 +51,8 @@ def core_seconds(cfg: Config) -> float:
     m, tokens = cfg.model, cfg.run.steps * cfg.data.batch * cfg.data.seq + 2 * (cfg.run.eval_tokens or 0) / 3
     ffn = m.resolved_ffn if not m.experts else m.resolved_expert_ffn * (m.experts_per_token + m.shared_experts)
     weights = m.layers * m.width * (4 * m.width + (3 if m.gated else 2) * ffn) + m.width * m.vocab
-    return START_SECONDS + tokens * 6 * (weights + m.layers * m.width * cfg.data.seq) / FLOPS_PER_CORE_SECOND
+    rate = FLOPS_PER_CORE_SECOND / (EXPERTS_SLOWER if m.experts else 1)
+    return START_SECONDS + tokens * 6 * (weights + m.layers * m.width * cfg.data.seq) / rate
 
 
 def missing(exp: Experiment, runs: dict[str, Config]) -> dict[Path, Config]:

@@ -328,6 +328,18 @@ def test_cost_grows_as_the_work_does():
     assert 1.9 < work(model__layers=512) / work(model__layers=256) < 2
 
 
+@pytest.mark.parametrize('id', [p.stem for p in sorted((ROOT / 'results' / 'nano').glob('*.json'))])
+def test_cost_is_what_kept_results_cost(id):
+    runs = load_experiment(id).runs('nano')
+    rows = [
+        r
+        for r in load_rows(ROOT / 'results' / 'nano' / f'{id}.json')
+        if r['name'] in runs and r.get('minutes') and runs[r['name']].run.steps
+    ]
+    estimate = sum(sweep.core_seconds(runs[r['name']]) for r in rows)
+    assert not rows or 0.7 < 60 * sum(r['minutes'] for r in rows) / estimate < 1.6
+
+
 class TestCommand:
     def test_list(self, place, capsys):
         assert cli.main(['experiment', '--json', '--root', str(place / 'none')]) == 0
