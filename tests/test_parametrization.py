@@ -158,12 +158,13 @@ FULL = pytest.mark.full
 
 @pytest.mark.parametrize('topology', ['span', pytest.param('pre', marks=FULL), pytest.param('peri', marks=FULL)])
 def test_coordinates_over_width(topology):
-    """Four times the width: under mup the stream moves as far in two steps, under standard about twice as far."""
-    slopes = check(topology, 'width', (32, 128), MUP | dict(base_width=32))
+    """Four times the width: under mup the stream moves as far in two small steps, under standard nearly four times as far. (After large
+    ones it cannot: a norm bounds how far a branch moves, and Peri-LN has one behind each.)"""
+    slopes = check(topology, 'width', (32, 128), MUP | dict(base_width=32), rate=3e-4)
     for place in ('lower', 'middle', 'upper', 'last'):
-        assert abs(slopes['mup'][place]) < 0.2 and slopes['standard'][place] > 0.4, (place, slopes)
+        assert abs(slopes['mup'][place]) < 0.15 and slopes['standard'][place] > 0.65, (place, slopes)
     # W_0 dx / n has a random part that falls as n^-1/2 toward what stays
-    assert abs(slopes['mup']['logits']) < 0.45 < slopes['standard']['logits']
+    assert -0.5 < slopes['mup']['logits'] < 0.15 and slopes['standard']['logits'] > 0.75
     assert all(abs(found['embedding']) < 0.1 for found in slopes.values())
 
 
@@ -175,9 +176,9 @@ def test_coordinates_over_depth(topology):
         assert abs(slopes['completep'][place]) < 0.2 < slopes['standard'][place] - 0.1, (place, slopes)
 
 
-def check(topology, axis, sizes, kind):
+def check(topology, axis, sizes, kind, rate=3e-3):
     """Slopes of the movement over the size, standard and with the parametrization; at the base both are one model."""
-    small = {'model.vocab': 61, 'model.width': 32, 'model.heads': 4, 'model.layers': 4, 'model.topology': topology, 'optim.lr_peak': 3e-3}
+    small = {'model.vocab': 61, 'model.width': 32, 'model.heads': 4, 'model.layers': 4, 'model.topology': topology, 'optim.lr_peak': rate}
     cfg = edit(Config(), small | {'optim.schedule': 'constant', 'optim.warmup_steps': 0})
     tokens = np.random.default_rng(0).integers(0, 61, (2, 17))
     ones = np.ones((2, 16), np.int32)
