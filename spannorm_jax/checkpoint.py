@@ -167,8 +167,17 @@ class Checkpoints:
 
     def _seal(self, step: int) -> None:
         manifest.seal(self.folder / str(step))
-        steps = self.steps()
-        for old in steps[: -self.keep]:
+        self._retire()
+
+    def retire(self) -> None:
+        """Remove what is older than the newest `keep`, where whoever sealed these was stopped before it did. The newest must have been
+        restored: where it is torn, the one before is needed."""
+        if distributed.first():
+            with disk_errors('remove a checkpoint from', self.folder):
+                self._retire()
+
+    def _retire(self) -> None:
+        for old in self.steps()[: -self.keep]:
             if not (self.keep_every and old % self.keep_every == 0):
                 # A new name first: at no moment does a checkpoint that counts lack a file.
                 manifest.remove((self.folder / str(old)).rename(self.folder / f'{old}{manifest.LEFT[0]}'))

@@ -226,6 +226,7 @@ def restore(run: Run) -> tuple[TrainState, Position]:
         with run.watchdog.paused('drawing the weights'):
             return run.make_state(), Position()
     state = run.checkpoints.restore(pos.step, run.abstract)
+    run.checkpoints.retire()
     step, stopped = jax.device_put((jnp.int32(pos.step), jnp.zeros((), bool)), run.abstract.step.sharding)
     run.tell('message', {'text': f'going on from the checkpoint of step {pos.step}'})
     return state._replace(step=step, stopped=stopped), pos

@@ -286,6 +286,25 @@ def test_nothing_old_is_removed_before_the_new_one_is_sealed(tmp_path, monkeypat
     assert seen == [[], [1], [2]] and manifest.steps(tmp_path) == [2]
 
 
+def test_a_removal_that_was_never_begun_is_made_up_for(tmp_path, monkeypatch):
+    """A run killed between its last manifest and the removal of what is older: the next start removes it, once it has read the newest."""
+    folder = tmp_path / 'run'
+    cfg = edit(CFG, {'run.dir': str(folder), 'run.keep': 1})
+    with monkeypatch.context() as m:
+        m.setattr(Checkpoints, '_retire', lambda self: None)
+        assert fit(cfg, corpus=FakeCorpus()).step == 6
+    assert manifest.steps(folder / 'checkpoints') == [2, 4, 6]
+    (folder / 'outcome.json').unlink()
+    damaged = pathlib.Path(shutil.copytree(folder, tmp_path / 'damaged'))
+    assert fit(cfg, corpus=FakeCorpus()).step == 6
+    assert manifest.steps(folder / 'checkpoints') == [6] and manifest.leftovers(folder / 'checkpoints') == []
+    with open(next((damaged / 'checkpoints' / '6' / 'params').rglob('d/*')), 'r+b') as f:
+        f.truncate(3)
+    with pytest.raises(BadData, match='checkpoints/6'):
+        fit(edit(cfg, {'run.dir': str(damaged)}), corpus=FakeCorpus())
+    assert manifest.steps(damaged / 'checkpoints') == [2, 4, 6], 'the newest is torn: those before it are needed'
+
+
 def test_an_error_of_a_background_write_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     from spannorm_jax.errors import StorageError
 
