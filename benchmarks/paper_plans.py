@@ -3,7 +3,7 @@
 python benchmarks/paper_plans.py [ID ...]   one line per program; goes on where it was stopped, and ends with 1 where one does not fit.
 
 Programs are the same where their runs differ in initial values, rates, steps and seeds alone; of those that differ in depth alone the
-deepest stands for all, for they are one loop over blocks and it holds the most. Rows are kept in results/paper/plans.json; one whose
+deepest stands for all, for they are one loop over blocks and it holds the most. Rows are kept in results/plans.json; one whose
 configuration has changed since is planned again. Needs the extra `tpu`.
 """
 
@@ -19,7 +19,7 @@ from spannorm_jax.config import Config, DataConfig, OptimConfig, RunConfig, edit
 from spannorm_jax.experiment import known, load_experiment
 from spannorm_jax.rundir import run_id, write_config, write_json
 
-KEPT = Path(__file__).resolve().parents[1] / 'results' / 'paper' / 'plans.json'
+KEPT = Path(__file__).resolve().parents[1] / 'results' / 'plans.json'
 VALUES = {'model.init': 'common', 'model.init_std': None, 'model.embed_std': None, 'model.scale_init': 'none'}
 
 
