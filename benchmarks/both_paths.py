@@ -2,7 +2,7 @@
 
 Exports the run, opens the export in transformers by the harness's own backend, and compares every number on task files made of the run's
 held-out text (experiments/_tasks.py) with those of `spannorm eval --tasks`; exit 1 where two are further apart than 1e-4 of themselves.
-Needs lm-eval, torch and transformers (extras `eval` and `torch`). Nothing is fetched.
+Needs the extra `eval` and what the harness's own backend wants: pip install 'lm_eval[hf]'. Nothing is fetched.
 """
 
 import os
