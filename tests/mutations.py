@@ -377,9 +377,23 @@ MUTATIONS = [
     Mutation(
         'checkpoint: old ones go before the new one is sealed',
         'checkpoint.py',
-        'manifest.seal(self.folder / str(step))\n        steps = self.steps()',
-        'steps = [*self.steps(), step]',
+        'manifest.seal(self.folder / str(step))\n',
+        'for old in self.steps():\n            manifest.remove(self.folder / str(old))\n        manifest.seal(self.folder / str(step))\n',
         ('tests/test_restart.py::test_nothing_old_is_removed_before_the_new_one_is_sealed',),
+    ),
+    Mutation(
+        'train: a removal that a kill prevented is never made up for',
+        'train.py',
+        '    run.checkpoints.retire()\n',
+        '',
+        ('tests/test_restart.py::test_a_removal_that_was_never_begun_is_made_up_for',),
+    ),
+    Mutation(
+        'model: statistics of several streams are those of the first',
+        'model.py',
+        'return x.mean(-2) if x.ndim > 3 else x',
+        'return x[..., 0, :] if x.ndim > 3 else x',
+        ('tests/test_model.py::test_statistics_of_several_streams',),
     ),
     Mutation(
         'resume: changes that need a flag pass',
