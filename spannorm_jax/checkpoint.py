@@ -248,6 +248,10 @@ class Checkpoints:
         opt_state = jax.tree.unflatten(jax.tree.structure(like.opt_state), leaves)
         return like._replace(params=found['params'], opt_state=opt_state)
 
+    def has_optimizer(self, step: int) -> bool:
+        """Whether it holds the moments too; a model that was trained elsewhere has none."""
+        return (self.folder / str(step) / 'optim').is_dir()
+
     def restore_params(self, step: int, like: Any) -> Any:
         """The parameters alone, for evaluation and sampling."""
         return self._restore(step, {'params': like})['params']

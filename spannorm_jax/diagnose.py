@@ -93,15 +93,20 @@ def load(target: str, cfg: Config, rows: int) -> tuple[Probe, dict[str, Any]]:
             latest = checkpoints.latest()
             if latest is None:
                 raise MissingInput(f'{target!r} has no whole checkpoint yet; train it first: spannorm train {run / "config.json"}')
-            state, step = checkpoints.restore(latest, made.abstract), latest
+            step = latest
+            if checkpoints.has_optimizer(latest):
+                state = checkpoints.restore(latest, made.abstract)
+                params, moments = state.params, state.opt_state if step else None
+            else:
+                params, moments = checkpoints.restore_params(latest, made.abstract.params), None
         history = read_rows(run / 'metrics.jsonl', step)
     else:
-        state = init_state(cfg, made.lm, made.optimizer, made.places)
+        params, moments = init_state(cfg, made.lm, made.optimizer, made.places).params, None
     info = {
         'topology': cfg.model.topology, 'layers': cfg.model.layers, 'width': cfg.model.width, 'seed': cfg.run.seed, 'step': step,
         'text': corpus.hash[:12], 'tokens': int((batch['segments'] > 0).sum()), 'config': to_dict(cfg),
     }  # fmt: skip
-    return Probe(cfg, state.params, batch, state.opt_state if step else None, history), info
+    return Probe(cfg, params, batch, moments, history), info
 
 
 def of_trained(run: Path, cfg: Config) -> None:

@@ -188,6 +188,20 @@ def copied(run, to, rows, **changes):
     return to
 
 
+def test_an_imported_folder_is_a_run_without_moments(tmp_path, trained, monkeypatch, capsys):
+    """Out to a Hugging Face folder and back: the same numbers, and Adam's first steps in place of what it does not hold."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(['export', trained, 'hf']) == 0 and cli.main(['import', 'hf', 'runs/imported']) == 0
+    data = ['--data.source', load_config(trained).data.source, '--data.cache', 'cache', '--data.seq', '16']
+    capsys.readouterr()
+    found = []
+    for i, run in enumerate((trained, 'runs/imported')):
+        assert cli.main(['diagnose', run, '--only', 'position', 'updates', '--rows', '2', '--dir', f'd{i}', '--json', *data]) == 0
+        found.append(json.loads(capsys.readouterr().out)['diagnostics'])
+    np.testing.assert_allclose(found[1]['position'][0]['loss'], found[0]['position'][0]['loss'], rtol=1e-5)
+    assert found[1]['updates'][0].keys() == found[0]['updates'][0].keys()
+
+
 def test_runs_and_configs_from_the_command_line(tmp_path, trained, monkeypatch, capsys):
     """Two seeds of a run and a configuration: files, JSON, the same numbers as the library gives."""
     monkeypatch.chdir(tmp_path)

@@ -394,6 +394,8 @@ def test_slopes_sensitivity_and_spikes():
     loss = np.ones(300)
     loss[[40, 200]] = 2, 1.4
     assert d.spikes(loss).tolist() == [40]
+    assert d.spikes([1.0, 1, float('nan'), 1, float('inf'), 9, 1]).tolist() == [2, 4, 5]
+    assert np.isnan([*d.lr_sensitivity({1e-3: float('nan'), 1e-2: 9.0}, 5.0).values()]).all()
 
 
 def test_coordinate_check_sees_what_grows_with_size():

@@ -40,8 +40,9 @@ DIAGNOSTICS: dict[str, Diagnostic] = {
         'clipping; dashed, for PostNorm and SpanNorm, what the scales at the norms alone predict (SpanNorm\'s eq. 11), made to end where '
         'the gradient ends. The factor per layer is the exponential of the slope of its logarithm over depth. The rank of a gradient is '
         'the share of directions that carry it (entropy of its squared singular values).',
-        'Within a factor of about ten from first to last block, at any depth. PreNorm at its start falls towards the top, PostNorm '
-        'towards the bottom, the more so without a scaled initialisation.',
+        'Within a factor of about ten from first to last block, at any depth. At their start, with SwiGLU, PreNorm, PostNorm and '
+        'SpanNorm all fall towards the top, the latter two the more so without a scaled initialisation (theory.md); trained, PostNorm '
+        'may fall towards the bottom.',
         'Adam divides by the size of a gradient, so a steady slope alone does not say that the lower blocks learn slowly; it says so '
         'only where gradients near its eps. One batch is one sample of a noisy quantity, and the rank of a gradient grows with the batch.',
         (Panel(('grad_rms/read',), 'reading matrices: gradient rms', log=True),

@@ -102,7 +102,8 @@ def size_slopes(check: Mapping[int, Mapping[str, np.ndarray]]) -> dict[str, floa
 
 def lr_sensitivity(final_by_lr: Mapping[float, float], at_init: float) -> dict[str, float]:
     """Final losses by peak rate on a log grid -> `sensitivity` = mean of min(final, loss at init) - best, `best_lr`, `best`, and
-    `max_stable_lr`, the largest rate below every one that ended at or above the loss at init. A loss that is not finite is a divergence.
+    `max_stable_lr`, the largest rate below every one that ended at or above the loss at init. A loss that is not finite is a divergence;
+    where no rate ended below the loss at init there is no best one, and all are NaN.
 
     Source: arXiv:2309.14322, section 2.2.
     """
@@ -110,6 +111,8 @@ def lr_sensitivity(final_by_lr: Mapping[float, float], at_init: float) -> dict[s
     loss = np.array([min(v, at_init) if np.isfinite(v := final_by_lr[r]) else at_init for r in rates], np.float64)
     stable = list(itertools.takewhile(lambda i: loss[i] < at_init, range(len(rates))))
     best = int(loss.argmin())
+    if loss[best] >= at_init:
+        return dict.fromkeys(('sensitivity', 'best_lr', 'best', 'max_stable_lr'), float('nan'))
     return {
         'sensitivity': float((loss - loss[best]).mean()),
         'best_lr': rates[best],
@@ -119,7 +122,7 @@ def lr_sensitivity(final_by_lr: Mapping[float, float], at_init: float) -> dict[s
 
 
 def spikes(loss: ArrayLike, above: float = 0.5, window: int = 201) -> np.ndarray:
-    """Steps (from 0) whose loss is more than `above` nats over the median of the `window` steps that end there."""
+    """Steps (from 0) whose loss is not finite, or more than `above` nats over the median of the `window` steps that end there."""
     loss = np.asarray(loss, np.float64)
     median = np.array([np.nanmedian(loss[max(0, i + 1 - window) : i + 1]) for i in range(len(loss))])
-    return np.flatnonzero(loss > median + above)
+    return np.flatnonzero(~np.isfinite(loss) | (loss > median + above))
